@@ -1,0 +1,94 @@
+"""What an algorithm sees (`LossInputs`), what a policy loss returns (`TokenLoss`), what a credit rule sees (`CreditInputs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from moerl.types import TokenWeights
+
+OPTIONAL_FIELDS = frozenset(
+    {
+        "old_logprobs",
+        "ref_logprobs",
+        "entropy",
+        "router_shift",
+        "values",
+        "old_values",
+        "returns",
+        "rewards",
+        "group_ids",
+    }
+)
+"""Fields that are there only if some part of the objective declared them in its `needs`."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Whole sequences, packed flat [t], on one device; no rank, no group, no padding. Index j speaks of token j.
+
+    Log-probabilities are natural logs at the sampling temperature, float32 or wider. Where `mask` is False the prefixed
+    logprobs equal the current ones (detached), so that every ratio there is 1 and nothing can overflow.
+    """
+
+    logprobs: Tensor
+    """[t] float, the only field with gradient (beside `entropy` and `values`)."""
+    rollout_logprobs: Tensor
+    """[t] float, as the engine reported them."""
+    advantages: Tensor
+    """[t] float, detached."""
+    mask: Tensor
+    """[t] bool, True on tokens to train."""
+    weights: TokenWeights
+    """[t] each: every token's share of the minibatch (`aggregation`)."""
+    seq_ids: Tensor
+    """[t] int64 in 0..num_seqs-1, non-decreasing."""
+    num_seqs: int
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Scalars of the whole minibatch."""
+    optional: Mapping[str, Tensor] = field(default_factory=dict)
+    """The declared ones of `OPTIONAL_FIELDS`."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Optional fields read like the others; one that nobody declared raises and says so."""
+        if name in OPTIONAL_FIELDS:
+            optional = self.__dict__.get("optional", {})
+            if name in optional:
+                return optional[name]
+            raise AttributeError(
+                f"LossInputs.{name} was read but no part of the objective declared needs={{{name!r}}}"
+            )
+        raise AttributeError(name)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """What a policy loss returns: never masked, weighted, summed or reduced; `objective.py` does that once for all."""
+
+    loss: Tensor
+    """[t] with gradient."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """name -> [t]; reduced as a mean over live tokens."""
+
+
+@dataclass(frozen=True)
+class CreditInputs:
+    """All groups of one step, for a group credit rule. Order of rows is free; groups need not be equal in size."""
+
+    rewards: Tensor
+    """[n, c] float64: reward components, already multiplied by nothing; NaN marks an unscored row."""
+    reward_weights: Tensor
+    """[c] float64."""
+    group_ids: Tensor
+    """[n] int64."""
+    lengths: Tensor
+    """[n] int64: sampled tokens."""
+    prompt_ids: tuple[str, ...]
+    """[n]."""
+    shaping: Tensor
+    """[n] float64: sum of the shaping terms, added to the weighted sum of the components."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """Saved state of rules that keep any (DCPO's prompt statistics)."""

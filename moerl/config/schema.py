@@ -1,0 +1,342 @@
+"""Every configuration key, typed. `None` means off; automatic values are the word `auto` and are printed once resolved.
+
+A field marked `plugin(kind)` is a node `{name: ..., **arguments}` (the bare name is short for it) that is checked against the
+dataclass registered under that name; when an overlay changes `name`, the whole node is replaced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+def plugin(kind: str, name: str | None = None, **arguments: Any) -> Any:
+    """A field that holds one plugin node of `kind`, by default `{name: name, **arguments}`."""
+    node = {"name": name, **arguments} if name else {}
+    return field(default_factory=lambda: dict(node), metadata={"plugin": kind})
+
+
+def plugins(kind: str) -> Any:
+    """A field that holds a list of plugin nodes of `kind`, empty by default."""
+    return field(default_factory=list, metadata={"plugins": kind})
+
+
+@dataclass
+class RunSection:
+    """Identity and length of the run."""
+
+    name: str = MISSING
+    """Folder name under `output_dir`."""
+    seed: int = 0
+    num_steps: int = MISSING
+    """Batches of rollouts to train on."""
+    output_dir: str = "runs"
+    resume: str = "auto"
+    """`auto`: go on from the last complete checkpoint where there is one; `required`: fail without one; `never`: start anew,
+    an existing run folder is set aside, never deleted."""
+    num_threads: int = 1
+    """torch's threads per process; two on a busy two-core machine are many times slower than one."""
+
+
+@dataclass
+class ModelSection:
+    """The policy."""
+
+    path: str = MISSING
+    """Hugging Face folder: config.json, *.safetensors, tokenizer."""
+    family: str = "auto"
+    """`auto`: from the architecture in config.json."""
+    init: str = "weights"
+    """`weights`: load them; `random`: fresh weights from `run.seed`, for a folder that has only config and tokenizer."""
+    freeze: list[str] = field(default_factory=list)
+    """Regular expressions of Hugging Face names that are not trained."""
+    aux_loss_coefficient: float = 0.0
+    """Load-balancing loss of the routers."""
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+
+
+@dataclass
+class ParallelSection:
+    """Sizes of the parallel axes; data parallelism is what remains of the world size."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+
+@dataclass
+class PrecisionSection:
+    """Number formats of the learner."""
+
+    params: str = "fp32"
+    """`fp32` or `bf16` (bf16 keeps fp32 main weights)."""
+    fp8: str = "none"
+    recompute: str = "none"
+    """`none`, `selective` (attention and experts) or `full` (every layer)."""
+
+
+@dataclass
+class DatasetConfig:
+    """One named set of prompts."""
+
+    name: str = MISSING
+    source: dict[str, Any] = plugin("prompt source", "file")
+    """`{name: file, path: x.jsonl}` (jsonl, jsonl.gz or parquet) or `{name: reasoning_gym, task: ..., size: ..., seed: ...}`."""
+    weight: float = 1.0
+    """Share of this set in a mixture."""
+    limit: int | None = None
+    """Use the first so many prompts."""
+
+
+@dataclass
+class DataSection:
+    """Prompts to train on."""
+
+    train: list[DatasetConfig] = field(default_factory=list)
+    shuffle: bool = True
+    max_prompt_tokens: int = 1024
+    on_long_prompt: str = "skip"
+    """`skip` (and count) or `refuse` a prompt above the limit."""
+    prompt_format: str = "auto"
+    """`chat`: through the chat template; `plain`: as it is; `auto`: chat for `messages` rows and where the tokenizer has a
+    template."""
+    check_disjoint: bool = True
+    """Refuse to start when a held-out prompt is also a training prompt."""
+
+
+@dataclass
+class RolloutSection:
+    """Generation of experience."""
+
+    engine: dict[str, Any] = plugin("rollout engine", "local")
+    environment: dict[str, Any] = plugin("environment", "single_turn")
+    prompts_per_step: int = 16
+    group_size: int = 8
+    max_new_tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: list[str] = field(default_factory=list)
+    """Stop strings, beside the end tokens of the generation config."""
+    max_staleness: int = 0
+    """Versions of lag between generation and training; 0 is strictly on-policy."""
+    timeout_seconds: float = 600.0
+    """Of one episode; a late one becomes a trajectory with status `error`."""
+
+
+@dataclass
+class RewardSection:
+    """What an answer is worth: the weighted sum of `rewards`."""
+
+    rewards: list[dict[str, Any]] = plugins("reward")
+    """Nodes such as `{name: math_verify, weight: 1.0, datasets: [sum]}`; without `datasets` a reward applies to all."""
+    num_workers: int = 1
+    """Sandboxed verifier processes."""
+    timeout_seconds: float = 5.0
+    """Of one verdict, counted from when a worker starts on it."""
+    memory_bytes: int = 2_000_000_000
+    """Address-space limit of a worker."""
+    max_error_fraction: float = 0.1
+    """Stop the run when more than this share of a step's trajectories could not be scored."""
+
+
+@dataclass
+class AdvantageSection:
+    """A = post(transform((R - center) / (scale + eps))); ALGORITHMS.md of the project, section on advantages."""
+
+    center: str = "group_mean"
+    """`none`, `group_mean`, `group_loo`, `batch_mean`."""
+    scale: str = "group_std"
+    """`none`, `group_std`, `batch_std_raw`, `batch_std_centered`."""
+    std_ddof: int = 0
+    eps: float = 1e-6
+    singleton: str = "zero"
+    """A group of one: `zero` advantage or the `raw` reward."""
+    transform: dict[str, Any] = plugin("advantage transform", "identity")
+    post: dict[str, Any] = plugin("advantage post", "none")
+
+
+@dataclass
+class KLSection:
+    """KL to the frozen reference policy."""
+
+    place: str = "none"
+    """`none` or `loss`."""
+    estimator: str = "k3"
+    """`k1`, `k2`, `k3`."""
+    coefficient: float = 0.0
+    importance: bool = False
+    """Multiply by the token ratio (DeepSeek-V3.2's unbiased estimator)."""
+    straight_through: bool = False
+    """Value of `estimator`, gradient of k2."""
+
+
+@dataclass
+class EntropySection:
+    """Entropy bonus."""
+
+    place: str = "none"
+    """`none` or `loss`."""
+    coefficient: float = 0.0
+
+
+@dataclass
+class RouterShiftSection:
+    """RSPO's router-shift factor (arXiv 2510.23027); composes with every `routing`."""
+
+    enabled: bool = False
+    stage: str = "before_clip"
+    """`before_clip` (v2) or `after_clip` (v1, with level geo_clip)."""
+    gamma_min: float = 0.8
+
+
+@dataclass
+class AlgorithmSection:
+    """The objective as a point of one space; `preset` fills the axes, every one of which can be overridden."""
+
+    preset: str | None = None
+    advantage: AdvantageSection = field(default_factory=AdvantageSection)
+    anchor: str = "old"
+    """Policy in the denominator of the ratio: `old` or `rollout`."""
+    level: str = "token"
+    """Importance-ratio level: `none`, `token`, `seq_geo`, `seq_geo_token`, `seq_prod`, `geo_clip`."""
+    form: str = "ratio"
+    """`ratio`: gradient through the ratio; `score`: detached weight times A times logprob."""
+    trust: dict[str, Any] = plugin("trust region", "clip")
+    aggregation: dict[str, Any] = plugin("aggregation", "seq_mean_token_mean")
+    correction: dict[str, Any] = plugin("correction", "none")
+    routing: str = "none"
+    """`none`, `R2`, `R3`, `frozen_router`, `frozen_router_bias`."""
+    router_shift: RouterShiftSection = field(default_factory=RouterShiftSection)
+    kl: KLSection = field(default_factory=KLSection)
+    entropy: EntropySection = field(default_factory=EntropySection)
+    shaping: list[dict[str, Any]] = plugins("shaping")
+    filters: list[dict[str, Any]] = plugins("filter")
+    refill_rounds: int = 0
+    """How often groups that a filter dropped are sampled anew within a step; 0 trains on fewer groups."""
+
+
+@dataclass
+class OptimSection:
+    """Optimizer and learning rate. Schedules count steps (batches of rollouts), not minibatches."""
+
+    name: str = "adam"
+    """`adam` (AdamW) or `sgd`."""
+    lr: float = 1e-6
+    min_lr_fraction: float = 0.0
+    """Share of `lr` at the end of the decay."""
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    """After the warm-up: `constant`, `linear` or `cosine` decay to `min_lr_fraction`."""
+    constant_steps: int = 0
+    """Steps before the decay starts, warm-up included."""
+    decay_steps: int | None = None
+    """Step at which the decay ends; None is `run.num_steps`."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad_norm: float = 1.0
+    """0 is off."""
+
+
+@dataclass
+class BatchSection:
+    """How a step's samples become optimizer steps."""
+
+    num_minibatches: int = 1
+    """Optimizer steps per pass over the rollout batch."""
+    num_epochs: int = 1
+    """Passes over the rollout batch."""
+    max_tokens_per_microbatch: int = 16384
+
+
+@dataclass
+class WeightSyncSection:
+    """How weights reach the engines."""
+
+    transport: dict[str, Any] = plugin("weight transport", "in_process")
+    bucket_bytes: int = 268_435_456
+
+
+@dataclass
+class CheckpointSection:
+    """Saving and resuming."""
+
+    interval_steps: int = 10
+    """0: only at the end and on Ctrl-C."""
+    keep: int = 2
+    """Complete checkpoints to keep; the last good one is never deleted."""
+    on_corrupt: str = "refuse"
+    """A damaged newest checkpoint: `refuse` to start, or use the `previous` one."""
+    export_hf: bool = True
+    """Write the final weights as a Hugging Face folder, `<run>/hf`."""
+    export_dtype: str = "fp32"
+
+
+@dataclass
+class EvaluationSection:
+    """Held-out evaluation, greedy and sampled."""
+
+    sets: list[DatasetConfig] = field(default_factory=list)
+    interval_steps: int = 10
+    """0: only before the first and after the last step."""
+    num_samples: int = 2
+    """Sampled answers per prompt."""
+    temperature: float = 1.0
+    pass_at: list[int] = field(default_factory=lambda: [1])
+    """The k of pass@k, each at most `num_samples`."""
+
+
+@dataclass
+class WandbSection:
+    """Optional wandb sink."""
+
+    enabled: bool = False
+    project: str = "moerl"
+    entity: str | None = None
+    mode: str = "offline"
+    """`offline` or `online`."""
+
+
+@dataclass
+class TelemetrySection:
+    """What is written down."""
+
+    progress: str = "auto"
+    """`auto` (live display on a terminal, plain lines elsewhere), `live`, `plain` or `off`."""
+    samples_per_step: int = 4
+    """Rollouts written to samples.jsonl each step."""
+    probe_prompts: int = 8
+    """Held-out prompts whose answers at step 0 are the fixed probe of route drift (`route_probe/*`, `route_long/*`); 0 is off."""
+    dump_batches: bool = False
+    """Write every step's batch to `<run>/batches/`, for inspect_batch and replay_step."""
+    report: bool = True
+    """Write report.html."""
+    wandb: WandbSection = field(default_factory=WandbSection)
+
+
+@dataclass
+class RunConfig:
+    """The whole configuration of `moerl train`."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    precision: PrecisionSection = field(default_factory=PrecisionSection)
+    data: DataSection = field(default_factory=DataSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    reward: RewardSection = field(default_factory=RewardSection)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    optim: OptimSection = field(default_factory=OptimSection)
+    batch: BatchSection = field(default_factory=BatchSection)
+    weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    telemetry: TelemetrySection = field(default_factory=TelemetrySection)

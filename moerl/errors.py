@@ -1,0 +1,37 @@
+"""The exceptions that moerl raises for what a user or a machine did. `assert` is for what no input could cause."""
+
+
+class MoerlError(Exception):
+    """Root of every error that moerl raises on purpose. The message says what was seen, what is allowed, what to do."""
+
+
+class ConfigError(MoerlError, ValueError):
+    """A configuration that is misspelt, of the wrong type, or impossible."""
+
+
+class DataError(MoerlError, ValueError):
+    """A prompt file, tokenizer or sample that cannot be used; names the file and line where there is one."""
+
+
+class RewardError(MoerlError, RuntimeError):
+    """A verifier that cannot run at all (not one bad answer, which only marks its trajectory)."""
+
+
+class RolloutError(MoerlError, RuntimeError):
+    """An engine that failed or broke its protocol."""
+
+
+class WeightSyncError(MoerlError, RuntimeError):
+    """Weights that did not arrive whole at an engine."""
+
+
+class CheckpointError(MoerlError, RuntimeError):
+    """A checkpoint that is missing, damaged, or made by another model or configuration."""
+
+
+class NumericsError(MoerlError, ArithmeticError):
+    """A loss or gradient that is not finite; raised on every rank before the optimizer moves."""
+
+
+class Interrupted(MoerlError, KeyboardInterrupt):
+    """Ctrl-C after the state was saved; `moerl` exits with status 130."""

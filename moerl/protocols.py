@@ -1,0 +1,144 @@
+"""What level-3 rooms need from one another, as protocols; `build.py` alone wires concrete classes to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from moerl.metrics import Metrics
+from moerl.types import Completion, Prompt, RolloutGroup, SamplingParams, StepBatch, Trajectory, WeightBucket
+
+GroupFilter = Callable[[RolloutGroup], str | None]
+"""Looks at the task reward of one completed group; returns None to accept it, or the reason for dropping it."""
+
+
+class RolloutEngine(Protocol):
+    """Generates; six methods and no more. Chat templates, rewards and retries are not its business."""
+
+    async def generate(self, token_ids: np.ndarray, params: SamplingParams, request_id: str) -> Completion:
+        """Continue `token_ids` [s]; `request_id` is `<prompt_id>#<index>`."""
+        ...
+
+    async def pause(self) -> None:
+        """Finish or abort what runs and take nothing new."""
+        ...
+
+    async def resume(self) -> None:
+        """Take requests again."""
+        ...
+
+    async def update_weights(self, bucket: WeightBucket) -> None:
+        """Take one bucket; the version rises with the last one, and only then."""
+        ...
+
+    async def set_memory(self, *, released: bool) -> None:
+        """Give weights and cache memory back to the trainer, or take them again."""
+        ...
+
+    def close(self) -> None:
+        """Stop what this engine started."""
+        ...
+
+
+class Environment(Protocol):
+    """Plays one episode."""
+
+    async def run(
+        self, prompt: Prompt, engine: RolloutEngine, params: SamplingParams, request_id: str
+    ) -> Trajectory:
+        """Play `prompt` once; the trajectory is not scored yet."""
+        ...
+
+
+class Scorer(Protocol):
+    """Puts numbers on trajectories: all named rewards of a run, and their weights."""
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with `reward_components` and `reward`, or with status `error`; never a silent zero."""
+        ...
+
+    def check_prompts(self, prompts: Iterable[Prompt]) -> list[str]:
+        """Problems of gold answers (one line each, with file and line); [] where all can be scored."""
+        ...
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        ...
+
+
+class PromptSource(Protocol):
+    """Hands out prompts in a seeded order; its cursor can be saved."""
+
+    def next_prompts(self, count: int) -> list[Prompt]:
+        """The next `count` prompts, over epoch borders."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, as plain JSON values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken."""
+        ...
+
+
+class Rollouts(Protocol):
+    """The buffer between rollout and learning."""
+
+    def take(self, step: int) -> tuple[list[RolloutGroup], Metrics]:
+        """A step's worth of accepted groups and what it cost; waits only if fewer are ready."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Data cursor and counters, as plain JSON values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them."""
+        ...
+
+
+class Policy(Protocol):
+    """The learner."""
+
+    version: int
+
+    def score(self, batch: StepBatch, needs: frozenset[str]) -> tuple[StepBatch, Metrics]:
+        """Fill old / reference logprobs and routes, as `needs` asks; metrics of the pair (rollout, old)."""
+        ...
+
+    def update(self, batch: StepBatch, objective: Any) -> Metrics:
+        """One optimizer step per minibatch; metrics of the objective, the optimizer and of the pair (old, current)."""
+        ...
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, streamed; the order is fixed."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, schedule and RNG into `folder` (which exists and is empty)."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, bit for bit."""
+        ...
+
+
+class MetricSink(Protocol):
+    """Where metrics go."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One record."""
+        ...
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """A few rollouts, readable."""
+        ...
+
+    def close(self) -> None:
+        """Flush."""
+        ...

@@ -1,0 +1,317 @@
+"""The records that pass between rooms (ARCHITECTURE.md, section 2). Frozen; shapes in brackets; no dictionary crosses a door.
+
+Shape letters: b batch, s sequence, t packed tokens, n sequences in a pack, l MoE layers, e experts, k experts per token.
+
+Alignment, the same everywhere: index j of a [s] or [t] array speaks of token j of the whole sequence (prompt and response).
+`logprobs[j]` is log p(token j | tokens before j); it is 0 for the first token of a sequence. `routed_experts[j]` are the experts
+of the forward of token j, so the row that predicts token j is row j - 1; loss-side routing arrays are shifted once, in the
+learner, so that there too index j speaks of the token that is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+TrajectoryStatus = Literal["ok", "error", "too_long", "aborted"]
+
+
+class ArrayRef(Protocol):
+    """A handle to a large per-token array that is opened only by the rank that trains on it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Known without opening."""
+        ...
+
+    def open(self) -> np.ndarray:
+        """The array itself."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalArray:
+    """An `ArrayRef` whose array is in this process."""
+
+    array: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(self.array.shape)
+
+    def open(self) -> np.ndarray:
+        """The array."""
+        return self.array
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """The tokens that top-p / top-k / min-p left in the running at each step; the learner normalises over the same ones."""
+
+    ids: np.ndarray
+    """[m] int32: the allowed token ids of all steps, one step after the other."""
+    offsets: np.ndarray
+    """[steps + 1] int64: step i owns `ids[offsets[i]:offsets[i + 1]]`; an empty step means the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One task, tokenised."""
+
+    prompt_id: str
+    """Stable across runs: `<data set>/<row>`."""
+    token_ids: np.ndarray
+    """[s] int32, chat template applied."""
+    answer: str | None
+    """Gold answer, as the file has it."""
+    dataset: str
+    """Name of the data set it came from."""
+    env: str = "single_turn"
+    """Registered environment that plays it."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the row; `text` is the prompt as a person wrote it, `source` is `file:line`."""
+    completion_ids: np.ndarray | None = None
+    """[s] int32: the file's own completion (supervised training), end token included."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one completion is drawn."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy (evaluation only)."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+    """Of this one completion; the same seed, weights and prompt give the same tokens whatever else is in the batch."""
+    return_routes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer of an engine."""
+
+    token_ids: np.ndarray
+    """[s] int32, the stop token included where one was drawn."""
+    logprobs: np.ndarray
+    """[s] float32, of the distribution that was sampled (temperature, top-p and top-k inside)."""
+    finish_reason: FinishReason
+    policy_version: int
+    routed_experts: ArrayRef | None = None
+    """[p + s - 1, l, k] uint8 (int16 above 256 experts), p the prompt's length: every forward that ran, last token has none."""
+    support: Support | None = None
+    """[s] steps; None where the whole vocabulary was in the running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished episode: prompt and response tokens of all turns."""
+
+    token_ids: np.ndarray
+    """[s] int32."""
+    loss_mask: np.ndarray
+    """[s] bool: True where the policy chose the token."""
+    rollout_logprobs: np.ndarray
+    """[s] float32, 0 where the mask is False."""
+    temperature: float
+    finish_reason: FinishReason
+    version_spans: tuple[tuple[int, int, int], ...]
+    """(start, end, policy version) of every run of sampled tokens."""
+    routed_experts: ArrayRef | None = None
+    """[s, l, k]; rows without a route (at least the last) are False in `has_route`."""
+    has_route: np.ndarray | None = None
+    """[s] bool."""
+    support: Support | None = None
+    """[s] steps, empty ones outside the mask."""
+    response_text: str = ""
+    status: TrajectoryStatus = "ok"
+    error: str = ""
+    """Why, where the status is not ok."""
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+    """Raw value of every named reward."""
+    reward: float = float("nan")
+    """Weighted sum of the components: the task reward. NaN until scored, and for unscored trajectories."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def response_length(self) -> int:
+        """Number of sampled tokens."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """All episodes of one prompt."""
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What is trained on: a trajectory's training fields and its credit."""
+
+    sample_id: int
+    """Position within the step."""
+    group_id: int
+    """Position of its group within the step."""
+    prompt_id: str
+    token_ids: np.ndarray
+    """[s] int32."""
+    loss_mask: np.ndarray
+    """[s] bool, after sample filters (an overlong filter may have emptied it)."""
+    rollout_logprobs: np.ndarray
+    """[s] float32."""
+    advantages: np.ndarray
+    """[s] float32, 0 outside the mask."""
+    reward: float
+    """After shaping."""
+    temperature: float
+    routed_experts: ArrayRef | None = None
+    has_route: np.ndarray | None = None
+    support: Support | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackPlan:
+    """Which sample goes where: plain integers, made from lengths alone, the same on every rank."""
+
+    assignment: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    """[minibatches over all epochs][data-parallel rank][micro-batch] -> sample ids in packing order."""
+
+    def minibatch_samples(self, minibatch: int) -> list[int]:
+        """All samples of one minibatch, over ranks and micro-batches, in plan order."""
+        return [s for rank in self.assignment[minibatch] for micro in rank for s in micro]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWeights:
+    """Each token's share of the objective over the whole minibatch; [t] float32 each. Terms share one tensor unless set apart."""
+
+    policy: Tensor
+    kl: Tensor
+    entropy: Tensor
+    value: Tensor
+    nll: Tensor
+
+    @classmethod
+    def shared(cls, weight: Tensor) -> TokenWeights:
+        """One tensor for every term."""
+        return cls(weight, weight, weight, weight, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSupport:
+    """`Support` of a whole micro-batch."""
+
+    ids: Tensor
+    """[m] int64."""
+    offsets: Tensor
+    """[t + 1] int64; empty where the whole vocabulary is meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Whole sequences packed flat, for one forward and backward. Tensors are on the training device."""
+
+    sample_ids: tuple[int, ...]
+    """[n], in packing order."""
+    token_ids: Tensor
+    """[t] int64."""
+    position_ids: Tensor
+    """[t] int64, 0 at each sequence's start."""
+    cu_seqlens: Tensor
+    """[n + 1] int32."""
+    seq_ids: Tensor
+    """[t] int64: which of the n sequences a token belongs to."""
+    group_ids: Tensor
+    """[n] int64."""
+    rewards: Tensor
+    """[n] float32."""
+    mask: Tensor
+    """[t] bool."""
+    rollout_logprobs: Tensor
+    """[t] float32."""
+    advantages: Tensor
+    """[t] float32."""
+    temperature: Tensor
+    """[t] float32."""
+    weights: TokenWeights
+    routes: Tensor | None = None
+    """[t, l, k] int64: experts of the rollout, row j the forward of token j (not shifted)."""
+    has_route: Tensor | None = None
+    """[t] bool."""
+    support: PackedSupport | None = None
+    old_logprobs: Tensor | None = None
+    """[t] float32, filled by the score pass."""
+    ref_logprobs: Tensor | None = None
+    """[t] float32, filled by the score pass."""
+    old_routes: Tensor | None = None
+    """[t, l, k] int64: the router's own top-k at the weights of the score pass (not shifted), whatever was replayed."""
+    old_router_logprobs: Tensor | None = None
+    """[t, l, k] float32: log q_old on `old_routes`, or on the replayed set under replay (RSPO); not shifted."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Scalars of the whole minibatch that some term reads."""
+
+    @property
+    def num_tokens(self) -> int:
+        """t."""
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_seqs(self) -> int:
+        """n."""
+        return len(self.sample_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """This rank's share of one step: `minibatches[i]` is one optimizer step, made of micro-batches."""
+
+    minibatches: tuple[tuple[MicroBatch, ...], ...]
+    num_score_minibatches: int
+    """The first so many minibatches are the first epoch: together they hold every sample once."""
+    policy_version: int
+    num_samples: int
+    num_tokens: int
+    """Tokens of one epoch, prompts included, all ranks."""
+    num_live_tokens: int
+    """Tokens with mask True of one epoch, all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBucket:
+    """A piece of a weight update, bounded in bytes."""
+
+    version: int
+    tensors: Sequence[tuple[str, Tensor]]
+    """(Hugging Face name, tensor)."""
+    is_last: bool
+    checksum: str
+    """Of this bucket's names, dtypes, shapes and bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStats:
+    """What the routers of one pass saw, for metrics; live (prediction-aligned) tokens only, index j the token predicted."""
+
+    own_routes: Tensor
+    """[t, l, k] int64: the router's own top-k, whatever was replayed."""
+    log_probs: Tensor | None = None
+    """[t, l, e] float32: log q over all experts; None where only the sets were kept."""
+
+
+def device_of(batch: StepBatch) -> torch.device:
+    """The device that the batch's tensors live on."""
+    return batch.minibatches[0][0].token_ids.device
