@@ -1,0 +1,109 @@
+"""What a model family must say about itself, and the registry of families by Hugging Face architecture.
+
+Adding a family is adding one file to this folder: a class registered here that turns config.json into Megatron settings
+and into the list of rules. Only shapes and names; nothing here knows ranks, devices or megatron itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moerl.errors import CheckpointError, ConfigError
+from moerl.models.rules import Rule
+from moerl.registry import Registry
+
+HFConfig = Mapping[str, Any]
+"""The content of config.json."""
+
+GPT_ARGUMENTS = frozenset(
+    {
+        "vocab_size",
+        "max_sequence_length",
+        "share_embeddings_and_output_weights",
+        "position_embedding_type",
+        "rotary_base",
+        "rotary_percent",
+    }
+)
+"""Keys of `transformer_kwargs` that are arguments of GPTModel; all others are fields of TransformerConfig."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedSlice:
+    """Where a per-expert tensor lies inside a fused one: `fused[expert, start:stop]`."""
+
+    name: str
+    """Hugging Face name of the fused tensor [e, rows, columns]."""
+    expert: int
+    start: int
+    stop: int
+
+
+class ModelFamily(Protocol):
+    """One family of models."""
+
+    def transformer_kwargs(self, hf: HFConfig) -> dict[str, Any]:
+        """Plain values under Megatron's own names; see `GPT_ARGUMENTS` for which object takes which.
+
+        `activation_func` is a string ("silu"); `moe_layer_freq` is always a list of 0 / 1, one per layer. `vocab_size`
+        has no padding. Precision, parallelism, dropout and the auxiliary loss are not the family's to say.
+
+        Raises:
+            CheckpointError: a field of config.json is missing, unknown, or has a value that is not supported; names it.
+        """
+        ...
+
+    def weight_rules(self, hf: HFConfig, *, vocab_multiple: int = 1) -> list[Rule]:
+        """Every Megatron parameter of the local layer spec, once, in a fixed order, with global numbers.
+
+        `vocab_multiple`: each tensor-parallel rank's rows of the vocabulary are padded to a multiple of it.
+
+        Raises:
+            CheckpointError: as `transformer_kwargs`.
+        """
+        ...
+
+    def fused_slices(self, hf: HFConfig) -> dict[str, FusedSlice]:
+        """On-disk tensor name -> its place in the fused tensors that transformers 5 has in memory."""
+        ...
+
+    def ignored_names(self, hf: HFConfig) -> tuple[str, ...]:
+        """Regular expressions (full match) of tensors that a checkpoint may hold and that nothing reads."""
+        ...
+
+
+@dataclass(frozen=True)
+class NoArguments:
+    """Families take no arguments."""
+
+
+families: Registry[Callable[[], ModelFamily]] = Registry("model family", "moerl.models")
+"""Classes registered with `architectures=(...)`, the names that config.json may have in its `architectures`."""
+
+
+def family_of(hf: HFConfig, name: str = "auto") -> ModelFamily:
+    """The family called `name`; `auto` takes the one that registered the architecture in config.json.
+
+    Raises:
+        CheckpointError: config.json names no architecture, or one that no family registered.
+        ConfigError: no family is called `name`, or two registered one architecture.
+    """
+    if name != "auto":
+        return families.get(name).target()
+    known = {other: families.get(other) for other in families.names()}
+    listed = hf.get("architectures") or []
+    found = [plugin for plugin in known.values() if set(plugin.traits["architectures"]) & set(listed)]
+    if len(found) > 1:
+        raise ConfigError(
+            f"architecture {listed} is registered by several model families ({', '.join(p.name for p in found)}); "
+            "set model.family to one of them"
+        )
+    if not found:
+        supported = sorted(arch for plugin in known.values() for arch in plugin.traits["architectures"])
+        raise CheckpointError(
+            f"config.json: architectures is {list(listed)}, which no model family supports (supported: "
+            f"{', '.join(supported)}); use such a checkpoint or add a file to moerl/models"
+        )
+    return found[0].target()

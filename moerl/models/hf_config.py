@@ -1,0 +1,116 @@
+"""Strict reading of config.json: a field is right, or known and harmless, or an error that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from moerl.errors import CheckpointError
+
+V = TypeVar("V", int, float, bool, str)
+
+GENERIC_FIELDS = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "router_aux_loss_coef",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Fields that do not change what the model computes; dropout and the auxiliary loss are the run's own settings."""
+
+
+def required(hf: Mapping[str, Any], kind: type[V], *names: str) -> V:
+    """The value of a field that may be spelt in several ways; an int passes for a float.
+
+    Raises:
+        CheckpointError: none of the spellings is there, two disagree, or the type is wrong.
+    """
+    found = {name: hf[name] for name in names if hf.get(name) is not None}
+    if not found:
+        raise CheckpointError(
+            f"config.json: field {' or '.join(names)} is missing; defaults are never guessed, so add it"
+        )
+    if len({repr(value) for value in found.values()}) > 1:
+        raise CheckpointError(f"config.json: {found} contradict each other; keep one of them")
+    name, value = next(iter(found.items()))
+    if kind is float and type(value) is int:
+        value = float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise CheckpointError(f"config.json: {name} is {value!r}; a value of type {kind.__name__} is needed")
+    return value
+
+
+def refuse_unknown(hf: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Refuse fields that neither `known` nor `GENERIC_FIELDS` lists, unless they are off (None, False, or empty).
+
+    Raises:
+        CheckpointError: names every such field with its value.
+    """
+    unknown = {name: value for name, value in hf.items() if name not in known | GENERIC_FIELDS}
+    active = {name: value for name, value in unknown.items() if value not in (None, False, [], {}, "")}
+    if active:
+        listed = ", ".join(f"{name}={value!r}" for name, value in sorted(active.items()))
+        raise CheckpointError(
+            f"config.json: {listed} may change what the model computes, and this family does not know how; "
+            "remove what is harmless, or extend the family"
+        )
+
+
+def refuse_active(hf: Mapping[str, Any], name: str, inactive: tuple[Any, ...] = (None, False)) -> None:
+    """Refuse a known field with an unsupported value.
+
+    Raises:
+        CheckpointError: the field is there with a value other than `inactive`.
+    """
+    if hf.get(name) not in inactive:
+        allowed = ", ".join(repr(value) for value in inactive)
+        raise CheckpointError(f"config.json: {name} is {hf[name]!r}, which is not supported (allowed: {allowed})")
+
+
+def plain_rope_theta(hf: Mapping[str, Any]) -> float:
+    """The base of an unscaled rotary embedding, from the old place (top level) or the new one (`rope_parameters`).
+
+    Raises:
+        CheckpointError: no base anywhere, two that differ, a scaling type, or a partial rotation.
+    """
+    bases = {"rope_theta": hf.get("rope_theta")}
+    for container in ("rope_scaling", "rope_parameters"):
+        values = hf.get(container) or {}
+        kind = values.get("rope_type", values.get("type", "default"))
+        if kind != "default":
+            raise CheckpointError(
+                f"config.json: {container} has type {kind!r}, which is not supported (allowed: 'default')"
+            )
+        refuse_active(values, "partial_rotary_factor", (None, 1, 1.0))
+        extra = sorted(values.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+        if extra:
+            raise CheckpointError(f"config.json: {container} has {', '.join(extra)}, which unscaled rope does not use")
+        bases[f"{container}.rope_theta"] = values.get("rope_theta")
+    refuse_active(hf, "partial_rotary_factor", (None, 1, 1.0))
+    given = {name: float(value) for name, value in bases.items() if value is not None}
+    if not given:
+        raise CheckpointError(
+            "config.json: rope_theta is missing (looked at the top level and in rope_parameters); add it"
+        )
+    if len(set(given.values())) > 1:
+        raise CheckpointError(f"config.json: {given} contradict each other; keep one of them")
+    return next(iter(given.values()))
