@@ -33,5 +33,5 @@ class NumericsError(MoerlError, ArithmeticError):
     """A loss or gradient that is not finite; raised on every rank before the optimizer moves."""
 
 
-class Interrupted(MoerlError, KeyboardInterrupt):
+class Interrupted(MoerlError, KeyboardInterrupt):  # noqa: N818  it is a signal, not an error
     """Ctrl-C after the state was saved; `moerl` exits with status 130."""

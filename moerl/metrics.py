@@ -1,7 +1,8 @@
 """Metrics that carry their own law of reduction, so that an average is never averaged again.
 
-`Mean` holds a total and a count; `Sum`, `Max`, `Min` and `Last` the obvious. `merge` is associative: micro-batches, ranks and
-steps combine in any order. Values may be 0-dim tensors until `to_floats`, so that nothing leaves the device in a micro-batch.
+`Mean` holds a total and a count; `Sum`, `Max`, `Min` and `Last` the obvious. `merge` is associative: micro-batches,
+ranks and steps combine in any order. Values may be 0-dim tensors until `to_floats`, so that nothing leaves the device
+in a micro-batch.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class Min:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The most recent value; only for quantities every rank agrees on (a learning rate, a version, an exact quantile)."""
+    """The most recent value; only for quantities every rank agrees on (a learning rate, a version, an exact
+    quantile).
+    """
 
     last: Scalar
 

@@ -47,9 +47,7 @@ class RolloutEngine(Protocol):
 class Environment(Protocol):
     """Plays one episode."""
 
-    async def run(
-        self, prompt: Prompt, engine: RolloutEngine, params: SamplingParams, request_id: str
-    ) -> Trajectory:
+    async def run(self, prompt: Prompt, engine: RolloutEngine, params: SamplingParams, request_id: str) -> Trajectory:
         """Play `prompt` once; the trajectory is not scored yet."""
         ...
 

@@ -1,8 +1,8 @@
 """The one extension mechanism: a name -> (config dataclass, target, what it needs).
 
-A folder of plugins owns a `Registry`. The folder is scanned on first use, so no list is edited: adding a plugin is adding a
-file. In YAML a plugin node is `{name: cispo, ...}`; a plugin outside the package is `{name: "package.module:name", ...}`: the
-module is imported and registers itself.
+A folder of plugins owns a `Registry`. The folder is scanned on first use, so no list is edited: adding a plugin is
+adding a file. In YAML a plugin node is `{name: cispo, ...}`; a plugin outside the package is
+`{name: "package.module:name", ...}`: the module is imported and registers itself.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ class Registry(Generic[T]):
         self._plugins: dict[str, Plugin[T]] = {}
         self._scanned = False
 
-    def register(
-        self, name: str, config_class: type, *, needs: Iterable[str] = (), **traits: Any
-    ) -> Callable[[T], T]:
+    def register(self, name: str, config_class: type, *, needs: Iterable[str] = (), **traits: Any) -> Callable[[T], T]:
         """Decorator that registers a function or class under `name`."""
 
         def add(target: T) -> T:

@@ -1,11 +1,12 @@
-"""The records that pass between rooms (ARCHITECTURE.md, section 2). Frozen; shapes in brackets; no dictionary crosses a door.
+"""The records that pass between rooms (ARCHITECTURE.md, section 2).
 
-Shape letters: b batch, s sequence, t packed tokens, n sequences in a pack, l MoE layers, e experts, k experts per token.
+Frozen; shapes in brackets; no dictionary crosses a door. Shape letters: b batch, s sequence, t packed tokens,
+n sequences in a pack, l MoE layers, e experts, k experts per token.
 
-Alignment, the same everywhere: index j of a [s] or [t] array speaks of token j of the whole sequence (prompt and response).
-`logprobs[j]` is log p(token j | tokens before j); it is 0 for the first token of a sequence. `routed_experts[j]` are the experts
-of the forward of token j, so the row that predicts token j is row j - 1; loss-side routing arrays are shifted once, in the
-learner, so that there too index j speaks of the token that is predicted.
+Alignment, the same everywhere: index j of a [s] or [t] array speaks of token j of the whole sequence (prompt and
+response). `logprobs[j]` is log p(token j | tokens before j); it is 0 for the first token of a sequence.
+`routed_experts[j]` are the experts of the forward of token j, so the row that predicts token j is row j - 1; loss-side
+routing arrays are shifted once, in the learner, so that there too index j speaks of the token that is predicted.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class LocalArray:
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The tokens that top-p / top-k / min-p left in the running at each step; the learner normalises over the same ones."""
+    """The tokens that top-p / top-k / min-p left in the running at each step; the learner normalises over the same
+    ones.
+    """
 
     ids: np.ndarray
     """[m] int32: the allowed token ids of all steps, one step after the other."""
@@ -109,7 +112,8 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     routed_experts: ArrayRef | None = None
-    """[p + s - 1, l, k] uint8 (int16 above 256 experts), p the prompt's length: every forward that ran, last token has none."""
+    """[p + s - 1, l, k] uint8 (int16 above 256 experts), p the prompt's length: every forward that ran, last token has
+    none."""
     support: Support | None = None
     """[s] steps; None where the whole vocabulary was in the running."""
 
@@ -197,7 +201,9 @@ class PackPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenWeights:
-    """Each token's share of the objective over the whole minibatch; [t] float32 each. Terms share one tensor unless set apart."""
+    """Each token's share of the objective over the whole minibatch; [t] float32 each. Terms share one tensor unless set
+    apart.
+    """
 
     policy: Tensor
     kl: Tensor
@@ -304,7 +310,9 @@ class WeightBucket:
 
 @dataclass(frozen=True, slots=True)
 class RouterStats:
-    """What the routers of one pass saw, for metrics; live (prediction-aligned) tokens only, index j the token predicted."""
+    """What the routers of one pass saw, for metrics; live (prediction-aligned) tokens only, index j the token
+    predicted.
+    """
 
     own_routes: Tensor
     """[t, l, k] int64: the router's own top-k, whatever was replayed."""

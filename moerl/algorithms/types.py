@@ -1,4 +1,4 @@
-"""What an algorithm sees (`LossInputs`), what a policy loss returns (`TokenLoss`), what a credit rule sees (`CreditInputs`)."""
+"""What an algorithm sees (`LossInputs`), a policy loss returns (`TokenLoss`), a credit rule sees (`CreditInputs`)."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ class LossInputs:
             optional = self.__dict__.get("optional", {})
             if name in optional:
                 return optional[name]
-            raise AttributeError(
-                f"LossInputs.{name} was read but no part of the objective declared needs={{{name!r}}}"
-            )
+            raise AttributeError(f"LossInputs.{name} was read but no part of the objective declared needs={{{name!r}}}")
         raise AttributeError(name)
 
 

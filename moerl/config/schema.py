@@ -1,7 +1,7 @@
 """Every configuration key, typed. `None` means off; automatic values are the word `auto` and are printed once resolved.
 
-A field marked `plugin(kind)` is a node `{name: ..., **arguments}` (the bare name is short for it) that is checked against the
-dataclass registered under that name; when an overlay changes `name`, the whole node is replaced.
+A field marked `plugin(kind)` is a node `{name: ..., **arguments}` (the bare name is short for it) that is checked
+against the dataclass registered under that name; when an overlay changes `name`, the whole node is replaced.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class RunSection:
     """Batches of rollouts to train on."""
     output_dir: str = "runs"
     resume: str = "auto"
-    """`auto`: go on from the last complete checkpoint where there is one; `required`: fail without one; `never`: start anew,
+    """`auto`: go on from the last complete checkpoint where there is one; `required`: fail without one; `never`: start
+    anew,
     an existing run folder is set aside, never deleted."""
     num_threads: int = 1
     """torch's threads per process; two on a busy two-core machine are many times slower than one."""
@@ -49,7 +50,8 @@ class ModelSection:
     family: str = "auto"
     """`auto`: from the architecture in config.json."""
     init: str = "weights"
-    """`weights`: load them; `random`: fresh weights from `run.seed`, for a folder that has only config and tokenizer."""
+    """`weights`: load them; `random`: fresh weights from `run.seed`, for a folder that has only config and
+    tokenizer."""
     freeze: list[str] = field(default_factory=list)
     """Regular expressions of Hugging Face names that are not trained."""
     aux_loss_coefficient: float = 0.0
@@ -87,7 +89,8 @@ class DatasetConfig:
 
     name: str = MISSING
     source: dict[str, Any] = plugin("prompt source", "file")
-    """`{name: file, path: x.jsonl}` (jsonl, jsonl.gz or parquet) or `{name: reasoning_gym, task: ..., size: ..., seed: ...}`."""
+    """`{name: file, path: x.jsonl}` (jsonl, jsonl.gz or parquet) or `{name: reasoning_gym, task: ..., size: ..., seed:
+    ...}`."""
     weight: float = 1.0
     """Share of this set in a mixture."""
     limit: int | None = None
@@ -104,7 +107,8 @@ class DataSection:
     on_long_prompt: str = "skip"
     """`skip` (and count) or `refuse` a prompt above the limit."""
     prompt_format: str = "auto"
-    """`chat`: through the chat template; `plain`: as it is; `auto`: chat for `messages` rows and where the tokenizer has a
+    """`chat`: through the chat template; `plain`: as it is; `auto`: chat for `messages` rows and where the tokenizer
+    has a
     template."""
     check_disjoint: bool = True
     """Refuse to start when a held-out prompt is also a training prompt."""
@@ -314,7 +318,8 @@ class TelemetrySection:
     samples_per_step: int = 4
     """Rollouts written to samples.jsonl each step."""
     probe_prompts: int = 8
-    """Held-out prompts whose answers at step 0 are the fixed probe of route drift (`route_probe/*`, `route_long/*`); 0 is off."""
+    """Held-out prompts whose answers at step 0 are the fixed probe of route drift (`route_probe/*`, `route_long/*`); 0
+    is off."""
     dump_batches: bool = False
     """Write every step's batch to `<run>/batches/`, for inspect_batch and replay_step."""
     report: bool = True
