@@ -1,0 +1,162 @@
+"""Write a Hugging Face folder: stream tensors into shards, copy what belongs to the tokenizer, appear all at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moerl.errors import CheckpointError
+from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, read_config
+
+COPIED_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Taken from the source folder where it has them."""
+
+_CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
+def write_hf_folder(
+    out: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    source_folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write `tensors` (Hugging Face names, any order) and the configuration and tokenizer of `source_folder` to `out`.
+
+    The folder is built beside `out` and renamed, so `out` is never half written; an older `out` is replaced. Holds at
+    most one shard in memory. The same tensors in the same order give the same bytes. `dtype` casts tensors of 16 to 64
+    bit floats; None keeps them.
+
+    Raises:
+        CheckpointError: a name comes twice, there are no tensors, or the disk refuses; `out` is then as it was.
+        DataError: `source_folder` has no readable config.json.
+    """
+    out, source = Path(out), Path(source_folder)
+    config = read_config(source)
+    building = out.with_name(f".{out.name}.building-{os.getpid()}")
+    try:
+        building.mkdir(parents=True)
+        writer = _ShardWriter(building, dtype, max_shard_bytes)
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        writer.finish()
+        _write_json(building / "config.json", _with_dtype(config, writer.dtypes))
+        for file in COPIED_FILES:
+            if (source / file).is_file():
+                shutil.copyfile(source / file, building / file)
+        _sync_files(building)
+        _put_in_place(building, out)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {out} ({error}); free space or choose another folder") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+class _ShardWriter:
+    """Collects tensors up to a size and writes them; names files once their number is known."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._max_bytes = max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._total_bytes = 0
+        self._shards: list[list[str]] = []
+        self._seen: set[str] = set()
+        self.dtypes: dict[torch.dtype, int] = {}
+        """Elements written in each floating dtype."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor; it is cast and copied, so the caller may change it afterwards."""
+        if name in self._seen:
+            raise CheckpointError(f"tensor {name!r} came twice; a name must be unique in a folder")
+        self._seen.add(name)
+        castable = tensor.dtype in _CASTABLE
+        target = self._dtype if self._dtype is not None and castable else tensor.dtype
+        tensor = tensor.detach().to("cpu", target, copy=True).contiguous()
+        if tensor.is_floating_point():
+            self.dtypes[target] = self.dtypes.get(target, 0) + tensor.numel()
+        if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
+            self._flush()
+        self._pending[name] = tensor
+        self._pending_bytes += tensor.nbytes
+        self._total_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is left, give the shards their final names, and write the index if there are several."""
+        if not self._seen:
+            raise CheckpointError(f"no tensors to write into {self._folder.parent}")
+        self._flush()
+        count = len(self._shards)
+        if count == 1:
+            self._part(0).rename(self._folder / SINGLE_FILE)
+            return
+        weight_map = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._part(number).rename(self._folder / file)
+            weight_map.update(dict.fromkeys(names, file))
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(self._folder / INDEX_FILE, index)
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending = {}
+        self._pending_bytes = 0
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number}"
+
+
+def _with_dtype(config: dict[str, object], dtypes: dict[torch.dtype, int]) -> dict[str, object]:
+    """The configuration with the dtype that most elements have, under the spelling the source uses."""
+    name = str(max(dtypes, key=lambda dtype: dtypes[dtype])).removeprefix("torch.")
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    return {**config, **dict.fromkeys(keys, name)}
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _sync_files(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _put_in_place(building: Path, out: Path) -> None:
+    """Rename to `out`; an older folder cannot be replaced in one step, so it is set aside, and put back on failure."""
+    aside = out.with_name(f".{out.name}.old-{os.getpid()}")
+    if out.exists():
+        out.rename(aside)
+    try:
+        building.rename(out)
+    except OSError:
+        if aside.exists():
+            aside.rename(out)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)

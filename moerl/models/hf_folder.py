@@ -1,0 +1,264 @@
+"""Hugging Face folders: config.json and safetensors, read lazily tensor by tensor and written in shards, atomically."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moerl.errors import CheckpointError, DataError
+from moerl.models.family import FusedSlice, HFConfig, ModelFamily
+from moerl.models.rules import Rule, Shape, shorten
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The content of `config.json`.
+
+    Raises:
+        DataError: no such folder or file, or not a JSON object.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; model.path must be a Hugging Face folder with a config.json")
+    return _read_json(path)
+
+
+class WeightSource(Protocol):
+    """Named tensors that are read one at a time."""
+
+    def names(self) -> frozenset[str]:
+        """Every name there is."""
+        ...
+
+    def shape(self, name: str) -> Shape:
+        """Shape of a tensor, without reading it where that is possible."""
+        ...
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, on the CPU, as stored."""
+        ...
+
+    def get_slice(self, name: str, expert: int, start: int, stop: int) -> Tensor:
+        """`tensor[expert, start:stop]` of a tensor [e, rows, columns], reading no more than that."""
+        ...
+
+
+class HFFolder:
+    """The weights of a folder: `model.safetensors`, or shards with their index. They stay open."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Open every file and check it against the index.
+
+        Raises:
+            CheckpointError: no weights, a missing or damaged file, or a tensor that the index lists and its file lacks.
+        """
+        self.folder = Path(folder)
+        self._files: dict[Path, Any] = {}
+        self._places: dict[str, Path] = {}
+        index = self.folder / INDEX_FILE
+        if index.is_file():
+            self._read_index(index)
+            return
+        single = self.folder / SINGLE_FILE
+        if not single.is_file():
+            raise CheckpointError(
+                f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; download or export the weights there, "
+                "or set model.init to random"
+            )
+        self._places = dict.fromkeys(self._open(single).keys(), single)
+
+    def names(self) -> frozenset[str]:
+        """Every tensor name."""
+        return frozenset(self._places)
+
+    def shape(self, name: str) -> Shape:
+        """From the file's header."""
+        return tuple(self._files[self._place(name)].get_slice(name).get_shape())
+
+    def get(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            CheckpointError: no such tensor.
+        """
+        return self._files[self._place(name)].get_tensor(name)
+
+    def get_slice(self, name: str, expert: int, start: int, stop: int) -> Tensor:
+        """Read part of one tensor.
+
+        Raises:
+            CheckpointError: no such tensor.
+        """
+        return self._files[self._place(name)].get_slice(name)[expert, start:stop]
+
+    def _place(self, name: str) -> Path:
+        if name not in self._places:
+            raise CheckpointError(
+                f"tensor {name!r} is not in {self.folder}; the folder holds another model, or part of one"
+            )
+        return self._places[name]
+
+    def _read_index(self, index: Path) -> None:
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map; write the index again or download it anew")
+        missing = sorted({file for file in weight_map.values() if not (self.folder / file).is_file()})
+        if missing:
+            raise CheckpointError(
+                f"{index} lists {shorten(missing)}, which {self.folder} lacks; download the missing files"
+            )
+        for file in sorted(set(weight_map.values())):
+            listed = {name for name, place in weight_map.items() if place == file}
+            lacking = sorted(listed - set(self._open(self.folder / file).keys()))
+            if lacking:
+                raise CheckpointError(f"{self.folder / file} lacks {shorten(lacking)}, which {INDEX_FILE} says it has")
+        self._places = {name: self.folder / file for name, file in weight_map.items()}
+
+    def _open(self, path: Path) -> Any:
+        try:
+            self._files[path] = safe_open(path, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is truncated or damaged ({error}); download or export it again") from error
+        return self._files[path]
+
+
+class InMemory:
+    """A `WeightSource` over tensors at hand, such as a state dict."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """`tensors` is kept, not copied."""
+        self._tensors = tensors
+
+    def names(self) -> frozenset[str]:
+        """Every tensor name."""
+        return frozenset(self._tensors)
+
+    def shape(self, name: str) -> Shape:
+        """Shape of a tensor."""
+        return tuple(self._tensors[name].shape)
+
+    def get(self, name: str) -> Tensor:
+        """The tensor itself."""
+        return self._tensors[name]
+
+    def get_slice(self, name: str, expert: int, start: int, stop: int) -> Tensor:
+        """A view."""
+        return self._tensors[name][expert, start:stop]
+
+
+class Unfused:
+    """A `WeightSource` that shows per-expert names where the underlying one holds fused tensors, layer by layer.
+
+    Which tensors may be fused, and how, is the family's to say (`fused_slices`): shapes alone do not tell.
+    """
+
+    def __init__(self, source: WeightSource, slices: Mapping[str, FusedSlice]) -> None:
+        """`slices` maps every per-expert name to its place.
+
+        Raises:
+            CheckpointError: a fused tensor has another shape than its slices imply.
+        """
+        self._source = source
+        stored = source.names()
+        self._slices = {name: place for name, place in slices.items() if place.name in stored and name not in stored}
+        fused = {place.name for place in self._slices.values()}
+        self._names = frozenset((stored - fused) | self._slices.keys())
+        self._check_fused()
+
+    def names(self) -> frozenset[str]:
+        """Names as on disk."""
+        return self._names
+
+    def shape(self, name: str) -> Shape:
+        """Shape of a tensor."""
+        place = self._slices.get(name)
+        if place is None:
+            return self._source.shape(name)
+        return (place.stop - place.start, *self._source.shape(place.name)[2:])
+
+    def get(self, name: str) -> Tensor:
+        """One tensor; of a fused one only the part that is needed is read."""
+        place = self._slices.get(name)
+        if place is None:
+            return self._source.get(name)
+        return self._source.get_slice(place.name, place.expert, place.start, place.stop)
+
+    def get_slice(self, name: str, expert: int, start: int, stop: int) -> Tensor:
+        """Part of one tensor."""
+        return self.get(name)[expert, start:stop]
+
+    def _check_fused(self) -> None:
+        expected: dict[str, Shape] = {}
+        for place in self._slices.values():
+            experts, rows = expected.get(place.name, (0, 0))
+            expected[place.name] = (max(experts, place.expert + 1), max(rows, place.stop))
+        for name, sizes in expected.items():
+            shape = self._source.shape(name)
+            if len(shape) != 3 or shape[:2] != sizes:
+                raise CheckpointError(
+                    f"fused tensor {name!r} has shape {list(shape)} where config.json implies {[*sizes, '*']}; "
+                    "the weights belong to another configuration"
+                )
+
+
+def check_names(source: WeightSource, rules: Iterable[Rule], ignored: Iterable[str] = ()) -> None:
+    """Check that the rules read every tensor of `source` and find every tensor they need; `ignored`: regular expressions.
+
+    Raises:
+        CheckpointError: unfilled parameters (with the tensors they miss) or unmapped tensors, named.
+    """
+    rules = list(rules)
+    stored = source.names()
+    unfilled = [
+        f"{rule.megatron_name} (needs {name})" for rule in rules for name in rule.hf_names if name not in stored
+    ]
+    if unfilled:
+        raise CheckpointError(
+            f"unfilled parameters: {shorten(unfilled)}; the checkpoint is incomplete or of another model"
+        )
+    patterns = [re.compile(pattern) for pattern in ignored]
+    spare = sorted(stored - {name for rule in rules for name in rule.hf_names})
+    unmapped = [name for name in spare if not any(pattern.fullmatch(name) for pattern in patterns)]
+    if unmapped:
+        raise CheckpointError(
+            f"unmapped tensors: {shorten(unmapped)}; the checkpoint holds more than config.json implies"
+        )
+
+
+def checked_source(source: WeightSource, family: ModelFamily, hf: HFConfig) -> WeightSource:
+    """`source` under on-disk names, once it is sure that the family reads all of it and lacks nothing.
+
+    Raises:
+        CheckpointError: as `Unfused` and `check_names`.
+    """
+    unfused = Unfused(source, family.fused_slices(hf))
+    check_names(unfused, family.weight_rules(hf), family.ignored_names(hf))
+    return unfused
+
+
+def read_parameters(source: WeightSource, rules: Iterable[Rule]) -> Iterator[tuple[Rule, Tensor]]:
+    """Each rule with its whole parameter, read when it is asked for.
+
+    Raises:
+        CheckpointError: a tensor is missing or has the wrong shape.
+    """
+    for rule in rules:
+        yield rule, rule.to_megatron({name: source.get(name) for name in rule.hf_names})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path} is not valid JSON ({error}); write or download it again") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path} holds a {type(value).__name__} where a JSON object is needed")
+    return value
