@@ -18,15 +18,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from moerl.analysis.run_folder import LOAD_FILE, METRICS_FILE, SAMPLES_FILE
 from moerl.errors import ConfigError, MoerlError
 from moerl.protocols import MetricSink
 from moerl.types import Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
-LOAD_FILE = "load.jsonl"
 NON_FINITE = "telemetry/non_finite"
 """Number of values of a record that were NaN or infinite and are `null` in the file; absent where there were none."""
 
@@ -282,9 +280,9 @@ def _disk_errors(path: Path) -> Iterator[None]:
                 f"{path}: cannot be written ({error.strerror}); check the folder and its permissions"
             ) from error
         raise MoerlError(
-            f"{path}: the disk is full ({error.strerror}, {_free_mib(folder)} MiB left); the last complete checkpoint in"
-            f" {folder} is safe: free space (old runs in {folder.parent}, dumped batches in {folder / 'batches'}) and"
-            " start the same command again to go on from it"
+            f"{path}: the disk is full ({error.strerror}, {_free_mib(folder)} MiB left); the last complete checkpoint"
+            f" in {folder} is safe: free space (old runs in {folder.parent}, dumped batches in {folder / 'batches'})"
+            " and start the same command again to go on from it"
         ) from error
 
 

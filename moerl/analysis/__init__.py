@@ -1,0 +1,1 @@
+"""What reads runs and dumps: run folders, their comparison, the report."""
