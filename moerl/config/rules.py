@@ -1,0 +1,362 @@
+"""Rules across fields: one small function each, one message per fault, all of them reported together before
+anything heavy is imported. Algorithms sit above this room, so their own rules are handed in as `extra_rules`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moerl.config.choices import bound_errors, choice_errors
+from moerl.config.load import as_dict
+from moerl.config.schema import DatasetConfig, RunConfig
+from moerl.errors import ConfigError
+
+ExtraRule = Callable[[Mapping[str, Any]], list[str]]
+"""Takes the whole configuration as nested plain values; returns one message per fault."""
+
+
+def check(cfg: RunConfig, *, world_size: int = 1, extra_rules: Sequence[ExtraRule] = ()) -> None:
+    """Refuse an impossible configuration.
+
+    Raises:
+        ConfigError: lists every fault, each with its fields, the values seen, what is allowed and what to do.
+    """
+    faults = config_errors(cfg, world_size=world_size, extra_rules=extra_rules)
+    if len(faults) == 1:
+        raise ConfigError(faults[0])
+    if faults:
+        raise ConfigError(
+            f"{len(faults)} faults in the configuration:\n" + "\n".join(f"  - {fault}" for fault in faults)
+        )
+
+
+def config_errors(cfg: RunConfig, *, world_size: int = 1, extra_rules: Sequence[ExtraRule] = ()) -> list[str]:
+    """Every fault, in the order of the schema's sections, each once."""
+    values = as_dict(cfg)
+    faults = [*choice_errors(values), *bound_errors(values), *parallel_axes(cfg, world_size)]
+    for rule in RULES:
+        faults += rule(cfg)
+    for extra in extra_rules:
+        faults += extra(values)
+    return list(dict.fromkeys(faults))
+
+
+def run_name(cfg: RunConfig) -> Iterator[str]:
+    """The name becomes one folder."""
+    name = cfg.run.name
+    if not name.strip() or name != name.strip() or name in {".", ".."} or "/" in name or "\\" in name or "\0" in name:
+        yield f"run.name is {name!r}, but must be the name of one folder inside run.output_dir (no slashes, not empty)"
+
+
+def freeze_patterns(cfg: RunConfig) -> Iterator[str]:
+    """Each must be a regular expression."""
+    for pattern in cfg.model.freeze:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"model.freeze holds {pattern!r}, which is not a regular expression ({error})"
+
+
+def dropout(cfg: RunConfig) -> Iterator[str]:
+    """Dropout makes the ratio of an unchanged policy differ from 1."""
+    for name, value in (("attention", cfg.model.attention_dropout), ("hidden", cfg.model.hidden_dropout)):
+        if value > 0 and cfg.algorithm.level != "none":
+            yield (
+                f"model.{name}_dropout is {value} with algorithm.level={cfg.algorithm.level}: a ratio compares two "
+                f"passes, which "
+                "dropout would make differ; set it to 0 (dropout is for supervised training, algorithm.level=none)"
+            )
+
+
+def parallel_axes(cfg: RunConfig, world_size: int) -> Iterator[str]:
+    """The arithmetic of the axes, and what this version can do."""
+    axes = cfg.parallel
+    model = axes.tensor * axes.pipeline * axes.context
+    if world_size != 1:
+        yield f"the world size is {world_size}, but this version trains in one process; start it without a launcher"
+    if model > 0 and world_size % model:
+        yield (
+            f"parallel.tensor x parallel.pipeline x parallel.context = {axes.tensor} x {axes.pipeline} x "
+            f"{axes.context} = {model} "
+            f"must divide the world size, {world_size}; this version trains in one process, so set all three to 1"
+        )
+    experts = axes.expert * axes.expert_tensor * axes.pipeline
+    if experts > 0 and world_size % experts:
+        yield (
+            f"parallel.expert x parallel.expert_tensor x parallel.pipeline = {axes.expert} x {axes.expert_tensor} x "
+            f"{axes.pipeline} = {experts} must divide the world size, {world_size}; this version trains in one "
+            f"process, "
+            "so set all three to 1"
+        )
+    if axes.virtual_pipeline is not None and axes.pipeline == 1:
+        yield (
+            f"parallel.virtual_pipeline is {axes.virtual_pipeline} with parallel.pipeline=1, but it splits a "
+            f"pipeline's stages: "
+            "set it to null"
+        )
+
+
+def fp8(cfg: RunConfig) -> Iterator[str]:
+    """Without Transformer Engine a dense megatron model silently trains in fp32."""
+    recipe = cfg.precision.fp8
+    if recipe == "none":
+        return
+    if cfg.precision.params != "bf16":
+        yield f"precision.fp8={recipe} needs precision.params=bf16, but that is {cfg.precision.params}"
+    if importlib.util.find_spec("transformer_engine") is None:
+        yield (
+            f"precision.fp8={recipe} needs transformer_engine, which is not installed here: set precision.fp8=none, "
+            f"or install it "
+            "on a machine with a GPU (see CONTRIBUTING.md)"
+        )
+    else:
+        yield f"precision.fp8={recipe}: this version trains in fp32 or bf16; set precision.fp8=none"
+
+
+def datasets(cfg: RunConfig) -> Iterator[str]:
+    """Something to train on; names once; weights and limits that mean something."""
+    if not cfg.data.train:
+        yield "data.train is empty; name at least one data set, such as [{name: mine, source: {path: mine.jsonl}}]"
+    for where, sets in (("data.train", cfg.data.train), ("evaluation.sets", cfg.evaluation.sets)):
+        names = [item.name for item in sets]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"{where} has {names.count(name)} data sets called {name!r}; give each its own name"
+        for index, item in enumerate(sets):
+            yield from _one_dataset(item, f"{where}[{index}]")
+    weights = [item.weight for item in cfg.data.train]
+    if weights and not any(weight > 0 for weight in weights):
+        yield f"data.train has weights {weights}, but at least one must be above 0"
+
+
+def _one_dataset(item: DatasetConfig, where: str) -> Iterator[str]:
+    if not item.name or not re.fullmatch(r"[\w.\-]+", item.name):
+        yield (
+            f"{where}.name is {item.name!r}, but must be letters, digits, '_', '-' or '.', as it becomes part of "
+            f"metric names"
+        )
+    if not (math.isfinite(item.weight) and item.weight >= 0):
+        yield f"{where}.weight is {item.weight!r}, but must be a finite number of at least 0"
+    if item.limit is not None and item.limit < 1:
+        yield f"{where}.limit is {item.limit}, but must be at least 1, or null for every prompt"
+
+
+def temperature(cfg: RunConfig) -> Iterator[str]:
+    """Training divides logits by it."""
+    value = cfg.rollout.temperature
+    if not (math.isfinite(value) and value > 0):
+        yield (
+            f"rollout.temperature is {value!r}, but training needs a finite number above 0, as log-probabilities are "
+            f"taken at the "
+            "sampling temperature (greedy answers belong to the evaluation, which always measures them)"
+        )
+
+
+def stop_strings(cfg: RunConfig) -> Iterator[str]:
+    """An empty one would end every answer at once."""
+    if any(not text for text in cfg.rollout.stop):
+        yield f"rollout.stop is {cfg.rollout.stop!r}, but a stop string must not be empty"
+
+
+def staleness(cfg: RunConfig) -> Iterator[str]:
+    """Only on-policy in this version."""
+    if cfg.rollout.max_staleness > 0:
+        yield f"rollout.max_staleness is {cfg.rollout.max_staleness}, but this version generates on-policy; set it to 0"
+
+
+def group_size(cfg: RunConfig) -> Iterator[str]:
+    """Group statistics need a group."""
+    advantage = cfg.algorithm.advantage
+    group_statistics = [word for word in (advantage.center, advantage.scale) if word.startswith("group_")]
+    if cfg.rollout.group_size == 1 and group_statistics and advantage.singleton == "zero":
+        yield (
+            f"rollout.group_size is 1 with algorithm.advantage.{{center, scale}} = {advantage.center}, "
+            f"{advantage.scale}: every "
+            "advantage would be 0; take at least 2, or algorithm.advantage.singleton=raw, or center=batch_mean with "
+            "scale=none"
+        )
+
+
+def minibatches(cfg: RunConfig) -> Iterator[str]:
+    """Each optimizer step needs at least one prompt."""
+    if cfg.batch.num_minibatches > cfg.rollout.prompts_per_step:
+        yield (
+            f"batch.num_minibatches is {cfg.batch.num_minibatches}, but must be at most rollout.prompts_per_step, "
+            f"{cfg.rollout.prompts_per_step}; every minibatch needs a prompt"
+        )
+
+
+def microbatch_tokens(cfg: RunConfig) -> Iterator[str]:
+    """A sequence is never split."""
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    if cfg.batch.max_tokens_per_microbatch < longest:
+        yield (
+            f"batch.max_tokens_per_microbatch is {cfg.batch.max_tokens_per_microbatch}, but must hold the longest "
+            f"sequence: "
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {cfg.data.max_prompt_tokens} + "
+            f"{cfg.rollout.max_new_tokens} = {longest}"
+        )
+
+
+def supervised(cfg: RunConfig) -> Iterator[str]:
+    """The `dataset` engine hands out completions that no policy sampled, and `sft` trains on nothing else."""
+    from_file = cfg.rollout.engine.get("name") == "dataset"
+    algorithm = cfg.algorithm
+    if algorithm.preset == "sft" and not from_file:
+        yield (
+            f"algorithm.preset=sft trains on the file's completions: set rollout.engine=dataset, not "
+            f"{cfg.rollout.engine.get('name')}"
+        )
+    if not from_file:
+        return
+    if algorithm.level != "none":
+        yield (
+            f"rollout.engine=dataset has no sampling policy to take a ratio to, but algorithm.level is "
+            f"{algorithm.level}: set "
+            "algorithm.preset=sft"
+        )
+    if algorithm.routing in {"R2", "R3"}:
+        yield f"rollout.engine=dataset records no routes, but algorithm.routing is {algorithm.routing}: set it to none"
+    if cfg.rollout.group_size != 1:
+        yield (
+            f"rollout.engine=dataset has one completion per prompt, but rollout.group_size is "
+            f"{cfg.rollout.group_size}: set it to 1"
+        )
+
+
+def rewards(cfg: RunConfig) -> Iterator[str]:
+    """Each prompt that is sampled, in training or evaluation, needs something that scores it."""
+    nodes = cfg.reward.rewards
+    sampled = [] if cfg.rollout.engine.get("name") == "dataset" else [item.name for item in cfg.data.train]
+    held_out = [item.name for item in cfg.evaluation.sets]
+    if not nodes:
+        if sampled or held_out:
+            yield "reward.rewards is empty; name at least one, such as [{name: math_verify}] or [{name: exact}]"
+        return
+    known = {item.name for item in cfg.data.train} | set(held_out)
+    covered: set[str] = set()
+    weights = []
+    for index, node in enumerate(nodes):
+        where = f"reward.rewards[{index}] ({node.get('name')})"
+        weight = node.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            yield f"{where}.weight is {weight!r}, but must be a finite number"
+            continue
+        weights.append(weight)
+        chosen = node.get("datasets")
+        if chosen is not None and (not isinstance(chosen, list) or not all(isinstance(item, str) for item in chosen)):
+            yield f"{where}.datasets is {chosen!r}, but must be a list of data set names"
+            continue
+        for name in sorted(set(chosen or ()) - known):
+            yield f"{where}.datasets names {name!r}, but the data sets are {', '.join(sorted(known))}"
+        covered |= known if not chosen else set(chosen)
+    for name in dict.fromkeys([*sampled, *held_out]):
+        if name not in covered:
+            yield f"no reward of reward.rewards applies to data set {name!r}; add it to a reward's datasets"
+    if len(weights) == len(nodes) and not any(weights):
+        yield "reward.rewards: every weight is 0, so that nothing is learned; set one above 0"
+
+
+def regularisers(cfg: RunConfig) -> Iterator[str]:
+    """A coefficient that nothing reads is a mistake."""
+    for name, section in (("kl", cfg.algorithm.kl), ("entropy", cfg.algorithm.entropy)):
+        if section.place == "none" and section.coefficient > 0:
+            yield (
+                f"algorithm.{name}.coefficient is {section.coefficient} with algorithm.{name}.place=none, so that it "
+                f"does nothing: "
+                "set place=loss, or the coefficient to 0"
+            )
+
+
+def schedule(cfg: RunConfig) -> Iterator[str]:
+    """A decay must end after it starts, and a bound that nothing reads is a mistake."""
+    optim = cfg.optim
+    if optim.schedule == "constant":
+        if optim.decay_steps is not None:
+            yield (
+                f"optim.decay_steps is {optim.decay_steps} with optim.schedule=constant, which never decays: set it "
+                f"to null"
+            )
+        return
+    start = max(optim.warmup_steps, optim.constant_steps)
+    end = cfg.run.num_steps if optim.decay_steps is None else optim.decay_steps
+    if start >= end:
+        name = "run.num_steps" if optim.decay_steps is None else "optim.decay_steps"
+        yield (
+            f"optim.warmup_steps={optim.warmup_steps} and optim.constant_steps={optim.constant_steps} start the "
+            f"{optim.schedule} "
+            f"decay at step {start}, but it ends at {name}={end}; make the end later, or optim.schedule=constant"
+        )
+
+
+def pass_at(cfg: RunConfig) -> Iterator[str]:
+    """pass@k needs k samples."""
+    wrong = [k for k in cfg.evaluation.pass_at if not 1 <= k <= cfg.evaluation.num_samples]
+    if wrong:
+        yield (
+            f"evaluation.pass_at holds {wrong}, but each k must be between 1 and evaluation.num_samples, "
+            f"{cfg.evaluation.num_samples}"
+        )
+
+
+def files(cfg: RunConfig) -> Iterator[str]:
+    """Everything that is read from disk is there."""
+    yield from _model_files(cfg)
+    for where, sets in (("data.train", cfg.data.train), ("evaluation.sets", cfg.evaluation.sets)):
+        for index, item in enumerate(sets):
+            if item.source.get("name") == "file":
+                yield from _source_files(item.source.get("path"), f"{where}[{index}].source.path")
+
+
+def _model_files(cfg: RunConfig) -> Iterator[str]:
+    folder = Path(cfg.model.path)
+    if not folder.is_dir():
+        yield (
+            f"model.path is {cfg.model.path}, but there is no such folder under {Path.cwd()}; it must be a local "
+            f"Hugging Face folder "
+            "(nothing is downloaded at run time)"
+        )
+        return
+    if not (folder / "config.json").is_file():
+        yield f"model.path is {cfg.model.path}, but that folder has no config.json, so that it is no Hugging Face model"
+    if cfg.model.init == "weights" and not any(folder.glob("*.safetensors")):
+        yield (
+            f"model.path is {cfg.model.path}, but that folder has no *.safetensors file; add the weights, or set "
+            f"model.init=random "
+            "to start from fresh ones"
+        )
+
+
+def _source_files(path: Any, where: str) -> Iterator[str]:
+    paths = path if isinstance(path, list) else [path]
+    for item in paths:
+        if not isinstance(item, str) or not item:
+            yield f"{where} is {item!r}, but must be the path of a jsonl, jsonl.gz or parquet file"
+        elif not Path(item).is_file():
+            yield f"{where} is {item}, but there is no such file under {Path.cwd()}"
+
+
+RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    run_name,
+    freeze_patterns,
+    files,
+    dropout,
+    fp8,
+    datasets,
+    temperature,
+    stop_strings,
+    staleness,
+    group_size,
+    supervised,
+    rewards,
+    regularisers,
+    schedule,
+    minibatches,
+    microbatch_tokens,
+    pass_at,
+)
+"""In the order of the schema."""
