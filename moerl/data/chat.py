@@ -1,0 +1,129 @@
+"""Text to token ids and back: the folder's tokenizer, its chat template and its end tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moerl.data.rows import Row
+from moerl.errors import ConfigError, DataError
+
+PROMPT_FORMATS = ("auto", "chat", "plain")
+
+
+class ChatTokenizer:
+    """The tokenizer of a Hugging Face folder. Only local files are read and no code of the folder is run."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Load `folder`.
+
+        Raises:
+            DataError: no such folder, or no tokenizer that transformers can load without running the folder's code.
+        """
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise DataError(
+                f"{self.folder}: no such model folder; model.path must be a Hugging Face folder on this machine"
+            )
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(self.folder), local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DataError(
+                f"{self.folder}: no tokenizer that can be loaded ({reason}); it needs tokenizer.json"
+            ) from error
+        self.stop_token_ids = self._stop_ids()
+        """End tokens: those of generation_config.json, and the tokenizer's."""
+        if not self.stop_token_ids:
+            raise DataError(f"{self.folder}: neither the tokenizer nor generation_config.json names an end token")
+        eos = self._tokenizer.eos_token_id
+        self.eos_token_id: int = self.stop_token_ids[0] if eos is None else int(eos)
+        pad = self._tokenizer.pad_token_id
+        self.pad_token_id: int = self.eos_token_id if pad is None else int(pad)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return len(self._tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the folder brings a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode_prompt(self, row: Row, prompt_format: str) -> np.ndarray:
+        """Token ids [s] int32 of the prompt, up to where the answer starts.
+
+        `chat`: through the template, with the generation prompt; a string is one user message. `plain`: the text as
+        it is, with
+        the start token where the tokenizer adds one. `auto`: chat for `messages` rows and where there is a template.
+
+        Raises:
+            ConfigError: an unknown format.
+            DataError: messages without a template, or a template that refuses them.
+        """
+        if prompt_format not in PROMPT_FORMATS:
+            raise ConfigError(f"data.prompt_format is {prompt_format!r}; allowed: {', '.join(PROMPT_FORMATS)}")
+        is_chat = prompt_format == "chat" or (prompt_format == "auto" and self.has_chat_template)
+        if isinstance(row.prompt, str) and not is_chat:
+            ids = self._tokenizer.encode(row.prompt)
+            while ids and ids[-1] == self.eos_token_id:  # some tokenizers close every text; the answer is still to come
+                ids.pop()
+        else:
+            ids = self._tokenizer.encode(self._apply_template(row, prompt_format), add_special_tokens=False)
+        if not ids:
+            raise DataError(f"{row.source}: the prompt has no tokens")
+        return np.asarray(ids, dtype=np.int32)
+
+    def encode_completion(self, text: str) -> np.ndarray:
+        """Token ids [s] int32 of `text`, with the end token after it (once)."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if not ids or ids[-1] != self.eos_token_id:
+            ids.append(self.eos_token_id)
+        return np.asarray(ids, dtype=np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray, *, skip_stop: bool = True) -> str:
+        """Text of `ids` [s], special tokens visible; `skip_stop` leaves out end tokens at the end."""
+        numbers = [int(i) for i in ids]
+        while skip_stop and numbers and numbers[-1] in self.stop_token_ids:
+            numbers.pop()
+        return self._tokenizer.decode(numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def token_text(self, token: int) -> str:
+        """How one token is written, for people."""
+        return str(self._tokenizer.convert_ids_to_tokens(int(token)))
+
+    def _apply_template(self, row: Row, prompt_format: str) -> str:
+        if prompt_format == "plain":
+            raise DataError(f"{row.source}: has messages, and data.prompt_format is plain; use chat or auto")
+        if not self.has_chat_template:
+            raise DataError(
+                f"{row.source}: needs a chat template and {self.folder} has none; use data.prompt_format=plain"
+            )
+        from jinja2 import TemplateError
+
+        messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise DataError(f"{row.source}: the chat template refuses the messages ({error})") from error
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        found: list[int] = []
+        path = self.folder / "generation_config.json"
+        if path.is_file():
+            try:
+                eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            except (ValueError, AttributeError) as error:
+                raise DataError(f"{path}: is not a JSON object ({error})") from error
+            found += eos if isinstance(eos, list) else [eos]
+        found.append(self._tokenizer.eos_token_id)
+        return tuple(dict.fromkeys(int(i) for i in found if i is not None))

@@ -1,0 +1,153 @@
+"""From lengths alone: which sample goes to which minibatch, rank and micro-batch. The same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moerl.errors import DataError
+from moerl.types import PackPlan
+
+
+def plan_packing(
+    lengths: Sequence[int],
+    group_ids: Sequence[int],
+    live_lengths: Sequence[int],
+    *,
+    dp_size: int,
+    num_minibatches: int,
+    num_epochs: int,
+    max_tokens_per_microbatch: int,
+    seed: int,
+) -> PackPlan:
+    """Plan a step. Every sample is trained on once per epoch; none is dropped, none is split.
+
+    Groups stay whole inside a minibatch and are dealt out anew, shuffled, in every epoch; groups with a live token
+    and groups
+    without are dealt apart, so minibatches hold (nearly) equal numbers of both. Each rank of a minibatch gets the
+    same number
+    of micro-batches, as few as the budget allows, with nearly equal tokens side by side.
+
+    There are fewer than `num_minibatches` minibatches where the step is too small: never more than groups with a
+    live token,
+    and in each minibatch at least one sample for every rank.
+
+    Args:
+        lengths: [n] tokens of each sample, prompt included; the sample's id is its index.
+        group_ids: [n].
+        live_lengths: [n] tokens that the loss reads.
+        dp_size: number of data-parallel ranks.
+        num_minibatches: optimizer steps per epoch.
+        num_epochs: passes over the samples.
+        max_tokens_per_microbatch: budget of one forward.
+        seed: of this step's shuffling.
+
+    Raises:
+        DataError: a sample above the budget, or a minibatch that cannot be shared out evenly.
+    """
+    if not lengths:
+        raise DataError("a step without samples cannot be packed; look at the filters and at reward errors")
+    for sample, length in enumerate(lengths):
+        if length > max_tokens_per_microbatch:
+            raise DataError(
+                f"sample {sample} has {length} tokens and batch.max_tokens_per_microbatch is "
+                f"{max_tokens_per_microbatch}; raise "
+                f"it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
+            )
+    groups = _group_members(group_ids)
+    live = [g for g, members in groups.items() if any(live_lengths[s] for s in members)]
+    dead = [g for g in groups if g not in set(live)]
+    epochs = _deal_epochs(groups, live, dead, wanted=num_minibatches, num_epochs=num_epochs, least=dp_size, seed=seed)
+    assignment = tuple(
+        _share_out(samples, lengths, dp_size=dp_size, budget=max_tokens_per_microbatch)
+        for epoch in epochs
+        for samples in epoch
+    )
+    return PackPlan(assignment)
+
+
+def _group_members(group_ids: Sequence[int]) -> dict[int, list[int]]:
+    members: dict[int, list[int]] = {}
+    for sample, group in enumerate(group_ids):
+        members.setdefault(int(group), []).append(sample)
+    return members
+
+
+def _deal_epochs(
+    groups: dict[int, list[int]],
+    live: list[int],
+    dead: list[int],
+    *,
+    wanted: int,
+    num_epochs: int,
+    least: int,
+    seed: int,
+) -> list[list[list[int]]]:
+    """[epochs][minibatches] -> samples, as many minibatches as `wanted` and `least` samples in each allow."""
+    epochs: list[list[list[int]]] = []
+    for count in range(min(wanted, max(len(live), 1)), 0, -1):
+        epochs = [_deal(groups, live, dead, count, np.random.default_rng([seed % 2**63, e])) for e in range(num_epochs)]
+        if all(len(samples) >= least for epoch in epochs for samples in epoch):
+            return epochs
+    smallest = min(len(samples) for epoch in epochs for samples in epoch)
+    raise DataError(
+        f"{smallest} samples cannot be shared by {least} data-parallel ranks; raise rollout.prompts_per_step"
+    )
+
+
+def _deal(
+    groups: dict[int, list[int]], live: list[int], dead: list[int], count: int, rng: np.random.Generator
+) -> list[list[int]]:
+    """Deal shuffled groups like cards; groups without a live token go round the other way, to even out the rest."""
+    hands: list[list[int]] = [[] for _ in range(count)]
+    for pile, offset, direction in ((live, 0, 1), (dead, count - 1, -1)):
+        for turn, index in enumerate(rng.permutation(len(pile))):
+            hands[(offset + direction * turn) % count] += groups[pile[int(index)]]
+    return hands
+
+
+def _share_out(
+    samples: list[int], lengths: Sequence[int], *, dp_size: int, budget: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """[ranks][micro-batches] -> samples, micro-batch counts equal."""
+    total = sum(lengths[s] for s in samples)
+    for per_rank in range(max(1, -(-total // (budget * dp_size))), len(samples) // dp_size + 1):
+        bins = _fill_bins(samples, lengths, num_bins=per_rank * dp_size)
+        if all(sum(lengths[s] for s in members) <= budget for members in bins):
+            return _bins_to_ranks(bins, lengths, dp_size=dp_size)
+    raise DataError(
+        f"{len(samples)} samples ({total} tokens, longest {max(lengths[s] for s in samples)}) cannot be cut into "
+        f"equally many "
+        f"micro-batches of at most {budget} tokens for {dp_size} data-parallel ranks; raise "
+        f"batch.max_tokens_per_microbatch, or "
+        f"make the samples of a minibatch a multiple of {dp_size}"
+    )
+
+
+def _fill_bins(samples: list[int], lengths: Sequence[int], *, num_bins: int) -> list[list[int]]:
+    """Longest first, each into the lightest bin; as many samples as bins or more leave no bin empty."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads = [0] * num_bins
+    for sample in sorted(samples, key=lambda s: (-lengths[s], s)):
+        lightest = min(range(num_bins), key=lambda b: (loads[b], len(bins[b]), b))
+        bins[lightest].append(sample)
+        loads[lightest] += lengths[sample]
+    return bins
+
+
+def _bins_to_ranks(
+    bins: list[list[int]], lengths: Sequence[int], *, dp_size: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Bins of like weight run side by side; within a round the rank with least so far takes the heaviest."""
+    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(dp_size)]
+    totals = [0] * dp_size
+    weighed = sorted(
+        ((sum(lengths[s] for s in members), sorted(members)) for members in bins), key=lambda b: (-b[0], b[1])
+    )
+    for start in range(0, len(weighed), dp_size):
+        order = sorted(range(dp_size), key=lambda r: (totals[r], r))
+        for rank, (load, members) in zip(order, weighed[start : start + dp_size], strict=True):
+            ranks[rank].append(tuple(members))
+            totals[rank] += load
+    return tuple(tuple(micro) for micro in ranks)
