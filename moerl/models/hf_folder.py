@@ -210,7 +210,7 @@ class Unfused:
 
 
 def check_names(source: WeightSource, rules: Iterable[Rule], ignored: Iterable[str] = ()) -> None:
-    """Check that the rules read every tensor of `source` and find every tensor they need; `ignored`: regular expressions.
+    """Check that the rules read every tensor of `source` and find all they need; `ignored`: regular expressions.
 
     Raises:
         CheckpointError: unfilled parameters (with the tensors they miss) or unmapped tensors, named.

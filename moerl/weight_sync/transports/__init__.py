@@ -1,0 +1,1 @@
+"""One file per way for a bucket of weights to reach engines."""
