@@ -99,7 +99,8 @@ class Registry(Generic[T]):
             return
         self._scanned = True
         package = importlib.import_module(self._package)
-        for info in pkgutil.iter_modules(package.__path__):
+        folder = vars(package).get("__path__", ())  # a plain module registered all it has when it was imported
+        for info in pkgutil.iter_modules(folder):
             importlib.import_module(f"{self._package}.{info.name}")
 
 
