@@ -1,14 +1,14 @@
 """YAML files, `extends`, a preset and `key=value` overrides -> one typed `RunConfig`.
 
 Order of precedence, weakest first: schema defaults, values of `algorithm.preset`, the YAML files (an extended file below
-the one that extends it), overrides. A plugin node merges while its `name` stays and is replaced whole when it changes.
+its extender), overrides. A plugin node merges while its `name` stays, and is replaced whole when it changes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from moerl.config.overlay import ROOT, assigned, checked, kind_at, overlaid, words_for
+from moerl.config.overlay import ROOT, Kind, assigned, checked, fields_of, kind_at, overlaid, words_for
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 
@@ -172,14 +172,33 @@ def _preset_values(merged: Values, presets: Mapping[str, Mapping[str, Any]]) -> 
 def _check_types(values: Values, source: str) -> None:
     """Each value must convert to its field's type; done per layer, so that the message can name the file."""
     _spell_out_bools(values, "", source)
+    for path, section, element in _list_elements(values, ROOT, ""):
+        _check_section(element, section, f"{path}.", source)
+    _check_section(values, RunConfig, "", source)
+
+
+def _check_section(values: Values, section: type, prefix: str, source: str) -> None:
     try:
-        OmegaConf.merge(OmegaConf.structured(RunConfig), values)
+        OmegaConf.merge(OmegaConf.structured(section), values)
     except OmegaConfBaseException as error:
-        path = error.full_key or ""
+        path = prefix + (error.full_key or "")
         kind = kind_at(path)
-        seen = _value_at(values, path)
+        seen = _value_at(values, error.full_key or "")
         allowed = words_for(kind.annotation) if kind else _first_line(error)
         raise ConfigError(f"{source}: {path} is {seen!r}, but must be {allowed}") from error
+
+
+def _list_elements(values: Values, kind: Kind, prefix: str) -> Iterator[tuple[str, type, Values]]:
+    """(path, dataclass, values) of every element of a list of sections; omegaconf's errors lose their path in there."""
+    known = fields_of(kind.section) if kind.section else {}
+    for key, item in values.items():
+        inner = known[key]
+        if inner.section is None:
+            continue
+        if isinstance(item, list):
+            yield from ((f"{prefix}{key}[{index}]", inner.section, element) for index, element in enumerate(item))
+        elif isinstance(item, dict):
+            yield from _list_elements(item, inner, f"{prefix}{key}.")
 
 
 def _spell_out_bools(values: Any, path: str, source: str) -> None:

@@ -1,4 +1,4 @@
-"""Lays plain YAML values over one another along the schema: strict about keys, whole plugin nodes when their name changes."""
+"""Lays plain YAML values over one another along the schema: strict about keys, plugin nodes replaced whole."""
 
 from __future__ import annotations
 

@@ -1,0 +1,229 @@
+"""check: every rule refuses its case, by name, and leaves the good configuration alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+
+from moerl.config.choices import BOUNDS, CHOICES, Bounds, value_at
+from moerl.config.load import as_dict, config_from_dict, load_config
+from moerl.config.overlay import every_key, kind_at
+from moerl.config.rules import RULES, check, config_errors
+from moerl.errors import ConfigError
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (tmp_path / "sums.jsonl").write_text("{}\n")
+    path = tmp_path / "c.yaml"
+    path.write_text(f"""
+run: {{name: demo, num_steps: 10}}
+model: {{path: {model}}}
+data: {{train: [{{name: sums, source: {{path: {tmp_path}/sums.jsonl}}}}]}}
+reward: {{rewards: [exact]}}
+""")
+    return path
+
+
+def faults(base: Path, *overrides: str, world_size: int = 1) -> list[str]:
+    return config_errors(load_config(base, overrides), world_size=world_size)
+
+
+def test_the_defaults_pass(base):
+    check(load_config(base))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["rollout.temperature=0"], ["rollout.temperature is 0.0", "above 0", "greedy"]),
+        (["rollout.temperature=-1"], ["rollout.temperature is -1.0"]),
+        (["rollout.temperature=nan"], ["rollout.temperature is nan"]),
+        (["rollout.temperature=inf"], ["rollout.temperature is inf"]),
+        (["rollout.top_p=0"], ["rollout.top_p is 0.0", "(0, 1]"]),
+        (["rollout.top_p=1.5"], ["rollout.top_p is 1.5"]),
+        (["optim.lr=nan"], ["optim.lr is nan", "finite"]),
+        (["optim.beta1=1"], ["optim.beta1 is 1.0", "[0, 1)"]),
+        (["run.num_steps=0"], ["run.num_steps is 0", "at least 1"]),
+        (["algorithm.routing=r3"], ["algorithm.routing is 'r3'", "did you mean 'R3'?"]),
+        (["algorithm.level=seq-geo"], ["algorithm.level is 'seq-geo'", "did you mean 'seq_geo'?"]),
+        (["precision.recompute=fulll"], ["did you mean 'full'?"]),
+        (["run.resume=requird"], ["did you mean 'required'?"]),
+        (["run.name=a/b"], ["run.name is 'a/b'", "one folder"]),
+        (["run.name=.."], ["run.name is '..'"]),
+        (["run.name="], ["run.name is ''"]),
+        (["model.freeze=['(']"], ["model.freeze holds '('", "regular expression"]),
+        (["model.hidden_dropout=0.1"], ["model.hidden_dropout is 0.1", "algorithm.level=token", "set it to 0"]),
+        (
+            ["parallel.tensor=2"],
+            ["parallel.tensor x parallel.pipeline x parallel.context = 2 x 1 x 1 = 2", "world size, 1"],
+        ),
+        (["parallel.expert=4"], ["parallel.expert x parallel.expert_tensor x parallel.pipeline = 4 x 1 x 1 = 4"]),
+        (["parallel.virtual_pipeline=2"], ["parallel.virtual_pipeline is 2 with parallel.pipeline=1"]),
+        (["rollout.max_staleness=1"], ["rollout.max_staleness is 1", "set it to 0"]),
+        (["rollout.group_size=1"], ["rollout.group_size is 1", "algorithm.advantage", "singleton=raw"]),
+        (["batch.num_minibatches=17"], ["batch.num_minibatches is 17", "rollout.prompts_per_step, 16"]),
+        (["batch.max_tokens_per_microbatch=1535"], ["1535", "data.max_prompt_tokens", "1024 + 512 = 1536"]),
+        (["rollout.stop=['']"], ["rollout.stop", "must not be empty"]),
+        (["evaluation.pass_at=[1,4,0]"], ["evaluation.pass_at holds [4, 0]", "evaluation.num_samples, 2"]),
+        (["algorithm.kl.coefficient=0.1"], ["algorithm.kl.coefficient is 0.1 with algorithm.kl.place=none"]),
+        (["algorithm.entropy.coefficient=0.1"], ["algorithm.entropy.coefficient is 0.1"]),
+        (["optim.decay_steps=5"], ["optim.decay_steps is 5 with optim.schedule=constant"]),
+        (["optim.schedule=linear", "optim.warmup_steps=10"], ["at step 10", "run.num_steps=10"]),
+        (["optim.schedule=cosine", "optim.constant_steps=5", "optim.decay_steps=4"], ["optim.decay_steps=4"]),
+        (["data.train=[]"], ["data.train is empty"]),
+        (["data.train.0.weight=-1"], ["data.train[0].weight is -1.0"]),
+        (["data.train.0.weight=0"], ["data.train has weights [0.0]", "above 0"]),
+        (["data.train.0.limit=0"], ["data.train[0].limit is 0", "null for every prompt"]),
+        (["data.train.0.name='a b'"], ["data.train[0].name is 'a b'", "letters"]),
+        (["data.train.0.source.path=gone.jsonl"], ["data.train[0].source.path is gone.jsonl", "no such file"]),
+        (["data.train.0.source.path=null"], ["data.train[0].source.path is None", "jsonl"]),
+        (["model.path=gone"], ["model.path is gone", "no such folder", "nothing is downloaded"]),
+        (["reward.rewards=[]"], ["reward.rewards is empty"]),
+        (["reward.rewards=[{name: exact, weight: x}]"], ["reward.rewards[0] (exact).weight is 'x'"]),
+        (["reward.rewards=[{name: exact, weight: 0}]"], ["every weight is 0"]),
+        (["reward.rewards=[{name: exact, datasets: [sumz]}]"], ["names 'sumz'", "the data sets are sums"]),
+        (["reward.rewards=[{name: exact, datasets: sums}]"], ["datasets is 'sums'", "a list of data set names"]),
+        (["algorithm.preset=sft"], ["algorithm.preset=sft", "rollout.engine=dataset, not local"]),
+        (["rollout.engine=dataset"], ["rollout.engine=dataset", "algorithm.level is token"]),
+        (["rollout.engine=dataset", "algorithm.routing=R3"], ["records no routes", "algorithm.routing is R3"]),
+        (["precision.fp8=blockwise"], ["precision.fp8=blockwise", "precision.params=bf16"]),
+    ],
+)
+def test_each_rule_refuses(base, overrides, parts):
+    text = "\n".join(faults(base, *overrides))
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.group_size=1", "algorithm.advantage.singleton=raw"],
+        ["rollout.group_size=1", "algorithm.advantage.center=batch_mean", "algorithm.advantage.scale=none"],
+        [
+            "rollout.engine=dataset",
+            "algorithm.level=none",
+            "algorithm.advantage={center: none, scale: none}",
+            "rollout.group_size=1",
+            "reward.rewards=[]",
+        ],
+        ["model.hidden_dropout=0.1", "algorithm.level=none"],
+        ["batch.max_tokens_per_microbatch=1536"],
+        ["batch.num_minibatches=16"],
+        ["evaluation.num_samples=4", "evaluation.pass_at=[1,2,4]"],
+        ["optim.schedule=linear", "optim.warmup_steps=9"],
+        ["reward.rewards=[{name: exact, datasets: [sums]}, {name: length, weight: 0}]"],
+        ["algorithm.kl.place=loss", "algorithm.kl.coefficient=0.04"],
+        ["rollout.temperature=0.6"],
+    ],
+)
+def test_the_neighbouring_good_case_passes(base, overrides):
+    assert faults(base, *overrides) == []
+
+
+def test_several_processes_are_refused_with_the_arithmetic(base):
+    (fault,) = faults(base, world_size=4)
+    assert "world size is 4" in fault
+    assert "4 x 1 x 2 = 8" in "\n".join(faults(base, "parallel.tensor=4", "parallel.context=2", world_size=4))
+
+
+def test_fp8_is_refused_whether_or_not_transformer_engine_is_here(base):
+    assert any(
+        "precision.fp8=delayed" in fault for fault in faults(base, "precision.fp8=delayed", "precision.params=bf16")
+    )
+
+
+def test_missing_files_are_reported_together(base):
+    found = faults(
+        base, "model.path=gone", "data.train.0.source.path=a.jsonl", "evaluation.sets=[{name: h, source: {path: b}}]"
+    )
+    assert [fault.split(" is ")[0] for fault in found] == [
+        "model.path",
+        "data.train[0].source.path",
+        "evaluation.sets[0].source.path",
+    ]
+
+
+def test_a_model_folder_without_its_parts(base, tmp_path):
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert "no *.safetensors" in faults(base)[0]
+    assert faults(base, "model.init=random") == []
+    (tmp_path / "model" / "config.json").unlink()
+    assert "no config.json" in faults(base, "model.init=random")[0]
+
+
+def test_a_data_set_that_nothing_scores(base, tmp_path):
+    held = f"evaluation.sets=[{{name: held, source: {{path: {tmp_path}/sums.jsonl}}}}]"
+    (fault,) = faults(base, held, "reward.rewards=[{name: exact, datasets: [sums]}]")
+    assert "no reward of reward.rewards applies to data set 'held'" in fault
+
+
+def test_two_data_sets_of_one_name(base, tmp_path):
+    row = f"{{name: x, source: {{path: {tmp_path}/sums.jsonl}}}}"
+    assert "data.train has 2 data sets called 'x'" in faults(base, f"data.train=[{row}, {row}]")[0]
+
+
+def test_all_faults_come_in_one_error_with_the_extra_rules(base):
+    cfg = load_config(base, ["rollout.temperature=0", "optim.lr=-1", "rollout.max_staleness=2"])
+
+    def extra(values):
+        return [f"preset is {values['algorithm']['preset']}", "twice", "twice"]
+
+    with pytest.raises(ConfigError) as caught:
+        check(cfg, extra_rules=[extra])
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "5 faults in the configuration:"
+    assert len(lines) == 6
+    assert "  - preset is None" in lines
+
+
+def test_one_fault_is_one_sentence(base):
+    with pytest.raises(ConfigError, match=r"^rollout\.temperature is 0\.0"):
+        check(load_config(base, ["rollout.temperature=0"]))
+
+
+# The tables
+
+
+def test_every_number_of_the_schema_has_bounds_and_every_entry_a_field():
+    numbers, texts = set(), set()
+    for path in every_key():
+        annotation = kind_at(path).annotation
+        types = {annotation} | set(typing.get_args(annotation))
+        if types & {int, float} and typing.get_origin(annotation) is not list:
+            numbers.add(path)
+        if annotation is str:
+            texts.add(path)
+    assert set(BOUNDS) == numbers - {"rollout.temperature"}
+    assert set(CHOICES) <= texts
+
+
+def test_every_default_is_allowed():
+    values = as_dict(config_from_dict({"run": {"name": "x", "num_steps": 1}, "model": {"path": "m"}}))
+    for path, allowed in CHOICES.items():
+        assert value_at(values, path) in allowed, path
+    for path, bounds in BOUNDS.items():
+        value = value_at(values, path)
+        assert value is None or bounds.holds(value), path
+
+
+def test_bounds():
+    assert not Bounds(0).holds(float("inf"))
+    assert [Bounds(0, 1, open_low=True, open_high=True).holds(value) for value in (0, 0.5, 1)] == [False, True, False]
+    assert [Bounds(0, 1).holds(value) for value in (0, 1, 1.1)] == [True, True, False]
+
+
+def test_rules_are_pure(base):
+    cfg = load_config(base, ["rollout.temperature=0"])
+    before = dataclasses.asdict(cfg)
+    for rule in RULES:
+        assert list(rule(cfg)) == list(rule(cfg))
+    assert dataclasses.asdict(cfg) == before
