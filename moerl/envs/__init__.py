@@ -1,0 +1,21 @@
+"""Environments: each plays one episode of one prompt. One file per environment; found by scanning.
+
+    @environments.register("mine", MineConfig, injects=("decode", "max_context_tokens"))
+    class Mine:
+        def __init__(self, cfg: MineConfig, *, decode: Decode, max_context_tokens: int) -> None: ...
+
+`injects` names the keyword arguments that `build.py` hands over: `decode` (token ids to text, special tokens kept) and
+`max_context_tokens` (most tokens of prompt and response together).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moerl.registry import Registry
+
+environments: Registry[Any] = Registry("environment", "moerl.envs")
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text."""

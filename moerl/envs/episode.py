@@ -1,0 +1,147 @@
+"""An episode being played: takes an engine's completions, checks each against the protocol, becomes a `Trajectory`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moerl.errors import RolloutError
+from moerl.types import ArrayRef, Completion, FinishReason, SamplingParams, Support, Trajectory, TrajectoryStatus
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRoutes:
+    """An `ArrayRef`: row ranges of several others, then rows of zeros up to `length`; opened only where it is read."""
+
+    parts: tuple[tuple[ArrayRef, int, int], ...]
+    """(array, first row, row after the last)."""
+    length: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[length, l, k]."""
+        return (self.length, *self.parts[0][0].shape[1:])
+
+    def open(self) -> np.ndarray:
+        """The rows, copied."""
+        opened = [ref.open()[start:end] for ref, start, end in self.parts]
+        joined = np.zeros(self.shape, dtype=opened[0].dtype)
+        rows = np.concatenate(opened)
+        joined[: len(rows)] = rows
+        return joined
+
+
+class Episode:
+    """Prompt and sampled tokens so far. A completion always continues the whole of `token_ids`."""
+
+    def __init__(self, prompt_ids: np.ndarray, *, temperature: float, wants_routes: bool) -> None:
+        self.token_ids = np.asarray(prompt_ids, dtype=np.int32)
+        """[s], all of the episode."""
+        self._prompt_length = len(self.token_ids)
+        self._temperature = temperature
+        self._wants_routes = wants_routes
+        self._logprobs = [np.zeros(self._prompt_length, dtype=np.float32)]
+        self._spans: list[tuple[int, int, int]] = []
+        self._route_parts: list[tuple[ArrayRef, int, int]] = []
+        self._num_routed = 0
+        self._has_all_routes = wants_routes
+        self._support_sizes = [np.zeros(self._prompt_length, dtype=np.int64)]
+        self._support_ids: list[np.ndarray] = []
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy chose."""
+        return len(self.token_ids) - self._prompt_length
+
+    @property
+    def sampled_tokens(self) -> np.ndarray:
+        """[s]."""
+        return self.token_ids[self._prompt_length :]
+
+    def add(self, completion: Completion, params: SamplingParams, request_id: str) -> None:
+        """Append what the engine answered to `params`.
+
+        Raises:
+            RolloutError: no tokens (unless aborted), more than asked for, or another number of logprobs, support steps
+                or route rows than the tokens make; names the request.
+        """
+        tokens = np.asarray(completion.token_ids, dtype=np.int32)
+        count, before = len(tokens), len(self.token_ids)
+        if count == 0 and completion.finish_reason != "abort":
+            raise RolloutError(f"request {request_id}: the engine answered with no tokens ({completion.finish_reason})")
+        if count > params.max_new_tokens:
+            raise RolloutError(
+                f"request {request_id}: {count} tokens came, {params.max_new_tokens} at most were asked for"
+            )
+        if completion.logprobs.shape != (count,):
+            raise RolloutError(
+                f"request {request_id}: logprobs of shape {completion.logprobs.shape} for {count} tokens; "
+                "the engine must return one per sampled token"
+            )
+        self._add_routes(completion, before, count, request_id)
+        self._add_support(completion.support, count, request_id)
+        self.token_ids = np.concatenate([self.token_ids, tokens])
+        self._logprobs.append(np.asarray(completion.logprobs, dtype=np.float32))
+        if count:
+            self._add_span(before, before + count, completion.policy_version)
+
+    def finish(
+        self, *, text: str, finish_reason: FinishReason, status: TrajectoryStatus = "ok", error: str = ""
+    ) -> Trajectory:
+        """The trajectory, not scored."""
+        length = len(self.token_ids)
+        routes, has_route = None, None
+        if self._has_all_routes and self._route_parts:
+            routes = JoinedRoutes(tuple(self._route_parts), length)
+            has_route = np.arange(length) < self._num_routed
+        support = None
+        if self._support_ids:
+            offsets = np.concatenate([[0], np.concatenate(self._support_sizes).cumsum()]).astype(np.int64)
+            support = Support(np.concatenate(self._support_ids).astype(np.int32), offsets)
+        return Trajectory(
+            token_ids=self.token_ids,
+            loss_mask=np.arange(length) >= self._prompt_length,
+            rollout_logprobs=np.concatenate(self._logprobs),
+            temperature=self._temperature,
+            finish_reason=finish_reason,
+            version_spans=tuple(self._spans),
+            routed_experts=routes,
+            has_route=has_route,
+            support=support,
+            response_text=text,
+            status=status,
+            error=error,
+        )
+
+    def _add_routes(self, completion: Completion, before: int, count: int, request_id: str) -> None:
+        """The last sampled token never runs, so `before + count - 1` rows; rows that are here already stay."""
+        if not self._wants_routes or completion.routed_experts is None:
+            self._has_all_routes = self._has_all_routes and count == 0
+            return
+        expected = before + count - 1
+        found = completion.routed_experts.shape
+        if len(found) != 3 or found[0] != expected:
+            raise RolloutError(
+                f"request {request_id}: routes of shape {found}; {before} tokens in and {count} out make {expected} "
+                "rows [rows, layers, experts per token], since the last token is never run"
+            )
+        self._route_parts.append((completion.routed_experts, self._num_routed, expected))
+        self._num_routed = max(self._num_routed, expected)
+
+    def _add_support(self, support: Support | None, count: int, request_id: str) -> None:
+        if support is None:
+            self._support_sizes.append(np.zeros(count, dtype=np.int64))
+            return
+        if len(support.offsets) != count + 1 or support.offsets[-1] != len(support.ids):
+            raise RolloutError(
+                f"request {request_id}: support offsets of length {len(support.offsets)} ending in "
+                f"{support.offsets[-1:]} for {count} tokens and {len(support.ids)} ids"
+            )
+        self._support_sizes.append(np.diff(support.offsets))
+        self._support_ids.append(support.ids)
+
+    def _add_span(self, start: int, end: int, version: int) -> None:
+        if self._spans and self._spans[-1][1:] == (start, version):
+            start = self._spans.pop()[0]
+        self._spans.append((start, end, version))

@@ -1,0 +1,1 @@
+"""The oracle: an independent plain-torch mixture-of-experts model with Hugging Face names, and sampling on it."""

@@ -1,0 +1,1 @@
+"""Prompts to groups of finished episodes: engines, the collector and the buffer."""

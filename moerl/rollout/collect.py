@@ -1,0 +1,158 @@
+"""Prompts to groups of scored episodes: all at once, each under its own deadline; a failure is one episode's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from moerl.errors import ConfigError
+from moerl.protocols import Environment, RolloutEngine, Scorer
+from moerl.rollout.engine import request_id, sample_seed
+from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Progress = Callable[[int, int], None]
+"""Told (finished episodes, all episodes) after each one."""
+
+
+class Collector:
+    """Owns the event loop that episodes run on. Results are in the order of the prompts, whatever finished first."""
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        environments: Mapping[str, Environment],
+        scorer: Scorer,
+        run_seed: int,
+        timeout_seconds: float,
+        max_concurrency: int = 4096,
+        on_progress: Progress | None = None,
+    ) -> None:
+        """Wire it.
+
+        Args:
+            engine: answers.
+            environments: by the name that `Prompt.env` says.
+            scorer: asked as each episode finishes, while others still run.
+            run_seed: part of every sample's seed.
+            timeout_seconds: of one episode, scoring not included, counted from when it starts.
+            max_concurrency: episodes at once; below the size of a step, the engine's batches are smaller too.
+            on_progress: called on the event loop; must return at once.
+        """
+        if timeout_seconds <= 0 or max_concurrency < 1:
+            raise ConfigError(
+                f"timeout_seconds={timeout_seconds} must be positive and max_concurrency={max_concurrency} 1 or more"
+            )
+        self._engine = engine
+        self._environments = dict(environments)
+        self._scorer = scorer
+        self._run_seed = run_seed
+        self._timeout_seconds = timeout_seconds
+        self._max_concurrency = max_concurrency
+        self._on_progress = on_progress
+        self._runner = asyncio.Runner()
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        group_size: int,
+        params: SamplingParams,
+        first_indices: Sequence[int] | None = None,
+    ) -> list[RolloutGroup]:
+        """Play every prompt `group_size` times and wait for all. Ctrl-C cancels every episode and travels on.
+
+        Args:
+            prompts: one group each.
+            step: part of every sample's seed.
+            group_size: episodes per prompt.
+            params: of every episode, but for the seed, which is made here.
+            first_indices: sample index at which each prompt's group starts; None counts repeats within this call.
+
+        Raises:
+            ConfigError: a prompt asks for an environment that is not there.
+        """
+        for prompt in prompts:
+            if prompt.env not in self._environments:
+                known = ", ".join(sorted(self._environments))
+                raise ConfigError(f"prompt {prompt.prompt_id}: no environment {prompt.env!r} is set up; known: {known}")
+        starts = first_indices if first_indices is not None else group_starts(Counter(), prompts, group_size)
+        jobs = [(prompt, start + i) for prompt, start in zip(prompts, starts, strict=True) for i in range(group_size)]
+        trajectories = self.run(self._play_all(jobs, step, params))
+        return [
+            RolloutGroup(prompt, tuple(trajectories[i * group_size : (i + 1) * group_size]))
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run anything else that needs this loop, such as publishing weights to the same engine."""
+        return self._runner.run(coroutine)
+
+    def close(self) -> None:
+        """Close the event loop."""
+        self._runner.close()
+
+    async def _play_all(self, jobs: list[tuple[Prompt, int]], step: int, params: SamplingParams) -> list[Trajectory]:
+        gate = asyncio.Semaphore(self._max_concurrency)
+        finished = 0
+
+        async def play(prompt: Prompt, index: int) -> Trajectory:
+            nonlocal finished
+            seeded = replace(params, seed=sample_seed(self._run_seed, step, prompt.prompt_id, index))
+            trajectory = await self._episode(prompt, index, seeded, gate)
+            finished += 1
+            if self._on_progress is not None:
+                self._on_progress(finished, len(jobs))
+            return trajectory
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(play(prompt, index)) for prompt, index in jobs]
+        return [task.result() for task in tasks]
+
+    async def _episode(self, prompt: Prompt, index: int, params: SamplingParams, gate: asyncio.Semaphore) -> Trajectory:
+        """Play and score; whatever fails marks this one trajectory. Scoring does not hold up the next episode."""
+        name = request_id(prompt.prompt_id, index)
+        trajectory = _unplayed(prompt, params)
+        deadline = asyncio.timeout(self._timeout_seconds)
+        try:
+            async with gate, deadline:
+                trajectory = await self._environments[prompt.env].run(prompt, self._engine, params, name)
+            if trajectory.status == "ok":
+                trajectory = await self._scorer.score(prompt, trajectory)
+        except Exception as error:  # noqa: BLE001 - the one place where a failure becomes data
+            late = f"no end within {self._timeout_seconds:g} s (rollout.timeout_seconds)"
+            reason = f"{type(error).__name__}: {late if deadline.expired() else error}"
+            logger.warning("episode %s failed: %s", name, reason)
+            trajectory = replace(trajectory, status="error", error=reason)
+        return trajectory
+
+
+def group_starts(seen: Counter[str], prompts: Sequence[Prompt], group_size: int) -> list[int]:
+    """First sample index of each prompt's group, so that a prompt that comes again gets new seeds; counts in `seen`."""
+    starts = []
+    for prompt in prompts:
+        starts.append(seen[prompt.prompt_id] * group_size)
+        seen[prompt.prompt_id] += 1
+    return starts
+
+
+def _unplayed(prompt: Prompt, params: SamplingParams) -> Trajectory:
+    length = len(prompt.token_ids)
+    return Trajectory(
+        token_ids=np.asarray(prompt.token_ids, dtype=np.int32),
+        loss_mask=np.zeros(length, dtype=bool),
+        rollout_logprobs=np.zeros(length, dtype=np.float32),
+        temperature=params.temperature,
+        finish_reason="abort",
+        version_spans=(),
+    )

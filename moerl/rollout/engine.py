@@ -1,0 +1,86 @@
+"""The registry of rollout engines, request ids and seeds, and what the in-process engine asks of its sampler.
+
+An engine is one class under `rollout/engines/` that keeps `moerl.protocols.RolloutEngine`:
+
+    @engines.register("mine", MineConfig, injects=("sampler",))
+    class MyEngine:
+        def __init__(self, cfg: MineConfig, *, sampler: TextSampler) -> None: ...
+
+`injects` names the keyword arguments that `build.py` hands over beside the config: `sampler` (a `TextSampler`),
+`completions` (prompt id -> the file's own token ids), `policy_version` (of the weights it starts with).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from moerl.registry import Registry
+from moerl.types import FinishReason, SamplingParams, Support
+
+engines: Registry[Any] = Registry("rollout engine", "moerl.rollout.engines")
+
+
+class SampledText(Protocol):
+    """One completion of a `TextSampler`."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """[s] int32, the stop token included."""
+        ...
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """[s] float32."""
+        ...
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        ...
+
+    @property
+    def routes(self) -> np.ndarray | None:
+        """[p + s - 1, l, k]."""
+        ...
+
+    @property
+    def support(self) -> Support | None:
+        """[s] steps."""
+        ...
+
+
+class TextSampler(Protocol):
+    """A model in this process that draws whole batches."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights, or raise MoerlError and keep the old ones."""
+        ...
+
+    def check_request(self, prompt: np.ndarray, params: SamplingParams) -> None:
+        """Raise RolloutError for what `generate` could not serve."""
+        ...
+
+    def generate(self, prompts: Sequence[np.ndarray], params: Sequence[SamplingParams]) -> Sequence[SampledText]:
+        """One completion per prompt, in order."""
+        ...
+
+
+def request_id(prompt_id: str, index: int) -> str:
+    """`<prompt_id>#<index>`."""
+    return f"{prompt_id}#{index}"
+
+
+def prompt_id_of(request: str) -> str:
+    """What `request_id` put before the last `#`."""
+    return request.rpartition("#")[0]
+
+
+def sample_seed(run_seed: int, step: int, prompt_id: str, index: int) -> int:
+    """Seed in 0..2**63-1 of one completion: equal on every machine and in every process, unlike `hash()`."""
+    text = f"{run_seed}\x1f{step}\x1f{prompt_id}\x1f{index}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

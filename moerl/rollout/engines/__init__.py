@@ -1,0 +1,1 @@
+"""One file per rollout engine; found by scanning, so there is no list to edit."""
