@@ -1,0 +1,157 @@
+"""Which charts a report has: a table of metric names, nothing of how they are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+LAYER = "/layer_"
+"""What comes before the number in the name of a metric of one layer: `route/expert_change/layer_007`."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Several metrics over the steps, on one axis."""
+
+    title: str
+    note: str
+    """One sentence: what it is and what is good."""
+    names: tuple[str, ...]
+    """Metric names or `fnmatch` patterns, in drawing order; metrics of one layer never match."""
+    kind: Literal["line", "points", "stack"] = "line"
+    """`line`: the values, with their running mean where there are many; `points`: marked, as they are seldom; `stack`:
+    parts of a whole."""
+    scale: Literal["linear", "log"] = "linear"
+    smooth: bool = True
+    per_layer: bool = False
+    """`names[0]` is the stem of one metric per layer."""
+
+    def select(self, known: Iterable[str]) -> list[str]:
+        """Names of `known` that belong here: by pattern, then by name."""
+        if self.per_layer:
+            return sorted(name for name in known if name.startswith(self.names[0] + LAYER))
+        whole = sorted(name for name in known if LAYER not in name)
+        chosen: list[str] = []
+        for pattern in self.names:
+            chosen += [name for name in whole if fnmatchcase(name, pattern) and name not in chosen]
+        return chosen
+
+
+@dataclass(frozen=True)
+class Section:
+    """Charts under one heading."""
+
+    title: str
+    note: str
+    charts: tuple[Chart, ...]
+
+
+def _drift(prefix: str, title: str, note: str) -> Chart:
+    return Chart(title, note, tuple(f"{prefix}/{name}" for name in ("expert_change", "set_change", "any_layer")))
+
+
+SECTIONS: tuple[Section, ...] = (
+    Section(
+        "Learning",
+        "Thick lines are running means. Below each chart: first → last value, and least to most in brackets.",
+        (
+            Chart("Reward", "Mean task reward of the step's rollouts.", ("reward/mean",)),
+            Chart(
+                "Reward by component",
+                "Mean raw value of every named reward, before its weight.",
+                ("reward/component/*", "reward/components/*", "reward/*/mean"),
+            ),
+            Chart(
+                "Held-out accuracy",
+                "Greedy and sampled answers to prompts that are never trained on.",
+                ("eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass@*"),
+                kind="points",
+            ),
+            Chart(
+                "Held-out accuracy by set",
+                "The same for every named evaluation set.",
+                ("eval/*/accuracy_greedy", "eval/*/accuracy_sampled"),
+                kind="points",
+            ),
+            Chart(
+                "Response length",
+                "Sampled tokens per rollout.",
+                ("rollout/response_length", "rollout/response_length*", "rollout/length*"),
+            ),
+            Chart("Entropy", "Mean entropy of the policy in nats; near 0 it no longer explores.", ("pg/entropy",)),
+            Chart("Supervised loss", "Mean negative log-likelihood of the completions.", ("pg/nll", "sft/*")),
+        ),
+    ),
+    Section(
+        "Updates",
+        "",
+        (
+            Chart(
+                "Clip fraction",
+                "Share of live tokens whose gradient a bound of the trust region zeroed.",
+                ("pg/clip_low", "pg/clip_high", "pg/dual", "pg/clip_fraction"),
+            ),
+            Chart("KL", "Distance of the current policy from the old one and from the reference.", ("pg/kl*", "kl/*")),
+            Chart("Gradient norm", "Before clipping.", ("optim/grad_norm",)),
+            Chart("Learning rate", "", ("optim/lr", "optim/learning_rate"), smooth=False),
+        ),
+    ),
+    Section(
+        "Train / rollout mismatch",
+        "Learner and rollout engine at the same weights, on the sampled tokens: 0 where their numerics are equal.",
+        (
+            Chart("KL estimate k3", "KL(rollout || learner).", ("mm/k3",), scale="log"),
+            Chart(
+                "Log-probability difference",
+                "Mean and largest |learner - engine|, in nats.",
+                ("mm/logp_abs_mean", "mm/logp_abs_max"),
+                scale="log",
+            ),
+            Chart(
+                "Extreme tokens",
+                "Share of tokens whose probability ratio is beyond 1.5, 2, 5 or 10.",
+                ("mm/extreme_*",),
+            ),
+            Chart(
+                "Effective sample size", "1 where the importance weights are all equal.", ("mm/ess_token", "mm/ess_seq")
+            ),
+        ),
+    ),
+    Section(
+        "Route drift",
+        "How far two routings of the same tokens differ. expert_change: share of expert slots; set_change: share of "
+        "(token, layer) pairs; any_layer: share of tokens with a change in some layer.",
+        (
+            _drift("route", "Rollout against learner", "Same weights, two engines: disagreement of the numerics."),
+            _drift("route_update", "Over one step's updates", "The weights of the rollout against the current ones."),
+            _drift("route_probe", "Over one step, on the fixed probe", "The same tokens at every step."),
+            _drift("route_long", "Since the start, on the fixed probe", "Step 0 against now."),
+            Chart("Drift per step, by layer", "", ("route_update/expert_change",), per_layer=True),
+            Chart(
+                "Router shift",
+                "Raw router-shift factor of RSPO over tokens; 1 is no shift.",
+                ("route*/gamma_mean", "route*/gamma_p01", "route*/gamma_min"),
+            ),
+        ),
+    ),
+    Section(
+        "Expert load",
+        "What share of a layer's assignments each expert gets, times the number of experts: 1 is an even share.",
+        (
+            Chart("Unevenness", "Standard deviation of the load by its mean, over experts.", ("load/cv",)),
+            Chart("Busiest and idlest expert", "Load by an even share.", ("load/max", "load/min")),
+            Chart("Dead experts", "Experts without a single token, per layer.", ("load/dead*",)),
+            Chart("Load drift", "Total variation against the step before and step 0.", ("load/drift_tv*",)),
+        ),
+    ),
+    Section(
+        "Cost",
+        "",
+        (
+            Chart("Seconds by phase", "Wall time of a step.", ("perf/*_seconds",), kind="stack"),
+            Chart("Tokens per second", "", ("perf/rollout_tokens_per_second", "perf/learn_tokens_per_second")),
+        ),
+    ),
+)
