@@ -1,1 +1,4 @@
-"""Policy-optimisation mathematics: pure functions of tensors. Imports torch and nothing of the stack above it."""
+"""Policy-optimisation mathematics: pure functions of tensors that know nothing of ranks, devices or models.
+
+`presets`, `compose`, `checks` and `registries` import without torch.
+"""

@@ -1,0 +1,1 @@
+"""Advantage transforms, one file each: `(RewardTable, cfg) -> [n] float64`."""

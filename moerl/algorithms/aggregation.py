@@ -1,0 +1,119 @@
+"""Loss aggregation as one constant v_i per sequence, fixed over the whole minibatch: all micro-batches, all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moerl.algorithms.checks import check_tokens
+from moerl.algorithms.registries import aggregations
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Live tokens of every sequence of a minibatch."""
+
+    tokens: Tensor
+    """[n] float64, at least 1 (rows without tokens are zeroed later)."""
+    live: Tensor
+    """[n] bool: has a live token."""
+    group_ids: Tensor
+    """[n] int64."""
+
+    @property
+    def num_tokens(self) -> float:
+        """N_tok, at least 1."""
+        return max(float(self.tokens[self.live].sum()), 1.0)
+
+    @property
+    def num_seqs(self) -> float:
+        """N_seq, at least 1."""
+        return max(float(self.live.sum()), 1.0)
+
+
+def sequence_weights(node: Mapping[str, Any], lengths: Tensor, group_ids: Tensor) -> Tensor:
+    """v_i [n] float64 of the aggregation `node`; 0 for sequences without live tokens, which count nowhere.
+
+    Args:
+        node: `{name: token_mean}` and the like.
+        lengths: [n] int64, live tokens of each sequence of the minibatch.
+        group_ids: [n] int64; any labels, groups of any size.
+
+    Raises:
+        ConfigError: unknown aggregation or argument.
+    """
+    plugin, cfg = aggregations.resolve(node, where="algorithm.aggregation")
+    live = lengths > 0
+    seen = Lengths(lengths.to(torch.float64).clamp(min=1.0), live, group_ids)
+    return torch.where(live, plugin.target(seen, cfg), 0.0)
+
+
+@dataclass(frozen=True)
+class NoArguments:
+    """No arguments."""
+
+
+@dataclass(frozen=True)
+class FixedDenominatorConfig:
+    """Constant length of Dr. GRPO."""
+
+    tokens: int = 0
+    """F, the generation budget, the same over the whole training: `${rollout.max_new_tokens}`."""
+
+    def __post_init__(self) -> None:
+        check_tokens("algorithm.aggregation.tokens", self.tokens, "${rollout.max_new_tokens}")
+
+
+def _everywhere(lengths: Lengths, value: float) -> Tensor:
+    return torch.full_like(lengths.tokens, value)
+
+
+@aggregations.register("token_mean", NoArguments)
+def token_mean(lengths: Lengths, cfg: NoArguments) -> Tensor:
+    """1 / N_tok."""
+    return _everywhere(lengths, 1.0 / lengths.num_tokens)
+
+
+@aggregations.register("seq_mean_token_mean", NoArguments)
+def seq_mean_token_mean(lengths: Lengths, cfg: NoArguments) -> Tensor:
+    """1 / (N_seq n_i)."""
+    return 1.0 / (lengths.num_seqs * lengths.tokens)
+
+
+@aggregations.register("seq_mean_token_sum", NoArguments)
+def seq_mean_token_sum(lengths: Lengths, cfg: NoArguments) -> Tensor:
+    """1 / N_seq."""
+    return _everywhere(lengths, 1.0 / lengths.num_seqs)
+
+
+@aggregations.register("fixed_denominator", FixedDenominatorConfig)
+def fixed_denominator(lengths: Lengths, cfg: FixedDenominatorConfig) -> Tensor:
+    """1 / (N_seq F)."""
+    return _everywhere(lengths, 1.0 / (lengths.num_seqs * cfg.tokens))
+
+
+@aggregations.register("prompt_mean", NoArguments, whole_groups=True)
+def prompt_mean(lengths: Lengths, cfg: NoArguments) -> Tensor:
+    """1 / (N_grp N_tok(group)); a group must lie within one minibatch."""
+    _, index = lengths.group_ids.unique(return_inverse=True)
+    live_tokens = torch.where(lengths.live, lengths.tokens, 0.0)
+    per_group = torch.zeros(int(index.max()) + 1 if len(index) else 0, dtype=torch.float64, device=index.device)
+    per_group = per_group.index_add(0, index, live_tokens)
+    num_groups = max(float((per_group > 0).sum()), 1.0)
+    return 1.0 / (num_groups * per_group.clamp(min=1.0)[index])
+
+
+@aggregations.register("seq_sum_token_mean", NoArguments)
+def seq_sum_token_mean(lengths: Lengths, cfg: NoArguments) -> Tensor:
+    """1 / n_i."""
+    return 1.0 / lengths.tokens
+
+
+@aggregations.register("token_sum", NoArguments)
+def token_sum(lengths: Lengths, cfg: NoArguments) -> Tensor:
+    """1."""
+    return torch.ones_like(lengths.tokens)

@@ -1,0 +1,221 @@
+"""Which values of the axes go together; plain values in, messages out, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from moerl.config.schema import AlgorithmSection
+
+TRUST_FORMS: Mapping[str, str] = {
+    "none": "any",
+    "clip": "ratio",
+    "log_clip": "ratio",
+    "soft_gate": "ratio",
+    "dyn_clip": "ratio",
+    "is_clip": "score",
+    "gamma_kernel": "score",
+    "div_mask": "score",
+    "ratio_mask": "score",
+}
+"""The forms that each built-in trust region has; the registry's traits say the same (tested)."""
+
+TRUST_LEVELS: Mapping[str, tuple[str, ...]] = {
+    "log_clip": ("geo_clip",),
+    "gamma_kernel": ("seq_prod",),
+    "dyn_clip": ("token",),
+    "div_mask": ("token",),
+    "ratio_mask": ("token",),
+}
+"""Trust regions that are defined at some levels only."""
+
+MISMATCH_WEIGHTS = frozenset({"tis", "mis", "icepop", "seq_mask_tis"})
+"""Corrections that multiply by train / rollout ratios."""
+
+CONSTANT_ADVANTAGE_LEVELS = frozenset({"seq_geo", "seq_prod", "geo_clip"})
+TOKEN_ADVANTAGE_POSTS = frozenset({"whiten_tokens"})
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "advantage.center": ("none", "group_mean", "group_loo", "batch_mean"),
+    "advantage.scale": ("none", "group_std", "batch_std_raw", "batch_std_centered"),
+    "advantage.singleton": ("zero", "raw"),
+    "anchor": ("old", "rollout"),
+    "level": ("none", "token", "seq_geo", "seq_geo_token", "seq_prod", "geo_clip"),
+    "form": ("ratio", "score"),
+    "routing": ("none", "R2", "R3", "frozen_router", "frozen_router_bias"),
+    "router_shift.stage": ("before_clip", "after_clip"),
+    "kl.place": ("none", "loss"),
+    "kl.estimator": ("k1", "k2", "k3"),
+    "entropy.place": ("none", "loss"),
+}
+
+
+class _Axes:
+    """The algorithm section with the schema's defaults where `values` is silent."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._defaults = asdict(AlgorithmSection())
+
+    def __getitem__(self, path: str) -> Any:
+        return _look_up(self._values, path, _look_up(self._defaults, path, None))
+
+    def name(self, axis: str) -> str:
+        """Name of the plugin at `axis`; the bare name is short for a node."""
+        node = _look_up(self._values, axis, _look_up(self._defaults, axis, {}))
+        return str(node if isinstance(node, str) else node.get("name", ""))
+
+    def argument(self, axis: str, key: str, default: Any) -> Any:
+        """One argument of the plugin at `axis`."""
+        node = _look_up(self._values, axis, _look_up(self._defaults, axis, {}))
+        return default if isinstance(node, str) else node.get(key, default)
+
+
+def _look_up(values: Mapping[str, Any], path: str, default: Any) -> Any:
+    node: Any = values
+    for key in path.split("."):
+        if not isinstance(node, Mapping) or key not in node:
+            return default
+        node = node[key]
+    return node
+
+
+def composition_errors(values: Mapping[str, Any]) -> list[str]:
+    """Every fault of an algorithm section: values that do not exist, and axes that do not go together; [] if none.
+
+    Args:
+        values: the section as nested plain values; what is left out has the schema's default.
+    """
+    axes = _Axes(values)
+    rules = (_unknown_values, _forms, _levels, _anchors, _corrections, _router_shift, _kl, _numbers)
+    return [message for rule in rules for message in rule(axes)]
+
+
+def composition_warnings(values: Mapping[str, Any]) -> list[str]:
+    """What is allowed and rarely meant."""
+    axes = _Axes(values)
+    found = []
+    if axes["level"] in ("seq_geo", "seq_geo_token") and axes.name("trust") == "clip":
+        wide = {key: axes.argument("trust", key, 0.2) for key in ("lo", "hi")}
+        for key, bound in wide.items():
+            if isinstance(bound, int | float) and bound > 0.05:
+                found.append(
+                    f"algorithm.trust.{key} is {bound:g} with algorithm.level {axes['level']!r}: the geometric mean of a "
+                    "sequence rarely moves that far; GSPO's own bounds are 3e-4 and 4e-4"
+                )
+    if axes["kl.place"] == "loss" and axes["kl.coefficient"] == 0:
+        found.append("algorithm.kl.place is 'loss' with algorithm.kl.coefficient 0: the reference pass has no effect")
+    for term in ("kl", "entropy"):
+        if axes[f"{term}.place"] == "none" and axes[f"{term}.coefficient"]:
+            found.append(
+                f"algorithm.{term}.coefficient is {axes[f'{term}.coefficient']:g} with algorithm.{term}.place 'none': it has no "
+                f"effect; set algorithm.{term}.place to 'loss'"
+            )
+    return found
+
+
+def _unknown_values(axes: _Axes) -> Iterator[str]:
+    for path, allowed in CHOICES.items():
+        if axes[path] not in allowed:
+            yield f"algorithm.{path} is {axes[path]!r}, but must be one of {', '.join(allowed)}"
+
+
+def _forms(axes: _Axes) -> Iterator[str]:
+    trust, form, level = axes.name("trust"), axes["form"], axes["level"]
+    known = TRUST_FORMS.get(trust, "any")
+    if known not in (form, "any"):
+        fitting = ", ".join(sorted(name for name, other in TRUST_FORMS.items() if other in (form, "any")))
+        yield (
+            f"algorithm.form is {form!r} with algorithm.trust {trust!r}, which exists only in the form {known!r}: set "
+            f"algorithm.form to {known!r}, or algorithm.trust to one of {fitting}"
+        )
+    if level == "none" and form == "ratio":
+        yield "algorithm.level is 'none' with algorithm.form 'ratio': a ratio of 1 has no gradient; set algorithm.form to 'score'"
+    if level == "none" and trust in TRUST_FORMS and trust != "none":
+        yield f"algorithm.level is 'none' with algorithm.trust {trust!r}: there is no ratio to bound; set algorithm.trust to none"
+
+
+def _levels(axes: _Axes) -> Iterator[str]:
+    trust, level = axes.name("trust"), axes["level"]
+    allowed = TRUST_LEVELS.get(trust, ())
+    if allowed and level not in (*allowed, "none"):
+        yield f"algorithm.trust {trust!r} needs algorithm.level {' or '.join(map(repr, allowed))}, but that is {level!r}"
+    if level == "geo_clip" and trust != "log_clip" and trust in TRUST_FORMS:
+        yield (
+            f"algorithm.level is 'geo_clip' with algorithm.trust {trust!r}, but it clips each token before the mean: set "
+            "algorithm.trust to log_clip"
+        )
+    post = axes.name("advantage.post")
+    if level in CONSTANT_ADVANTAGE_LEVELS and post in TOKEN_ADVANTAGE_POSTS:
+        yield (
+            f"algorithm.level is {level!r} with algorithm.advantage.post {post!r}: one ratio per sequence needs one advantage "
+            "per sequence; use algorithm.level seq_geo_token or token"
+        )
+
+
+def _anchors(axes: _Axes) -> Iterator[str]:
+    anchor, trust, correction = axes["anchor"], axes.name("trust"), axes.name("correction")
+    if anchor == "rollout" and correction in MISMATCH_WEIGHTS:
+        yield (
+            f"algorithm.anchor is 'rollout' with algorithm.correction {correction!r}: the ratio to the rollout policy already "
+            "holds the mismatch; set algorithm.correction to none, rs or opsm, or algorithm.anchor to 'old'"
+        )
+    if trust == "div_mask" and anchor != "rollout":
+        yield (
+            f"algorithm.trust 'div_mask' measures the distance to the rollout policy, but algorithm.anchor is {anchor!r}: set it "
+            "to 'rollout'"
+        )
+
+
+def _corrections(axes: _Axes) -> Iterator[str]:
+    correction, level = axes.name("correction"), axes["level"]
+    if level != "geo_clip" or correction not in MISMATCH_WEIGHTS:
+        return
+    is_token = correction in ("icepop", "seq_mask_tis") or axes.argument("correction", "level", "token") == "token"
+    if is_token and axes.argument("correction", "w_reduce", "none") != "geo_mean":
+        fix = "algorithm.correction.w_reduce to geo_mean"
+        if correction in ("tis", "mis"):
+            fix = f"algorithm.correction.level to seq or geo, or {fix}"
+        yield (
+            f"algorithm.level is 'geo_clip' with token weights of algorithm.correction {correction!r}: a geometric mean takes one "
+            f"weight per sequence; set {fix}"
+        )
+
+
+def _router_shift(axes: _Axes) -> Iterator[str]:
+    if not axes["router_shift.enabled"]:
+        return
+    level, stage = axes["level"], axes["router_shift.stage"]
+    if stage == "after_clip" and level != "geo_clip":
+        yield (
+            f"algorithm.router_shift.stage is 'after_clip' with algorithm.level {level!r}, but it acts inside GMPO's mean: set "
+            "algorithm.router_shift.stage to 'before_clip', or algorithm.level to 'geo_clip'"
+        )
+    if level == "none":
+        yield "algorithm.router_shift.enabled is true with algorithm.level 'none': there is no ratio to shift; choose another level"
+    if not 0 < axes["router_shift.gamma_min"] <= 1:
+        yield f"algorithm.router_shift.gamma_min is {axes['router_shift.gamma_min']!r}, but must be in (0, 1]"
+
+
+def _kl(axes: _Axes) -> Iterator[str]:
+    if axes["kl.place"] != "loss":
+        return
+    importance, straight = axes["kl.importance"], axes["kl.straight_through"]
+    if axes["kl.estimator"] == "k1" and not importance and not straight:
+        yield (
+            "algorithm.kl.estimator is 'k1' with algorithm.kl.place 'loss': its expected gradient is 0; use k2 or k3, or set "
+            "algorithm.kl.importance or algorithm.kl.straight_through"
+        )
+    if importance and straight:
+        yield "algorithm.kl.importance and algorithm.kl.straight_through are both true; choose one"
+
+
+def _numbers(axes: _Axes) -> Iterator[str]:
+    if axes["advantage.std_ddof"] not in (0, 1):
+        yield f"algorithm.advantage.std_ddof is {axes['advantage.std_ddof']!r}, but must be 0 or 1"
+    if not axes["advantage.eps"] >= 0:
+        yield f"algorithm.advantage.eps is {axes['advantage.eps']!r}, but must be at least 0"
+    for term in ("kl", "entropy"):
+        if not axes[f"{term}.coefficient"] >= 0:
+            yield f"algorithm.{term}.coefficient is {axes[f'{term}.coefficient']!r}, but must be at least 0"

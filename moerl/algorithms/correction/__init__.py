@@ -1,0 +1,1 @@
+"""Corrections of the train/rollout mismatch, one file each: detached weight and keep mask per token."""

@@ -1,0 +1,40 @@
+"""Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy training")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moerl.algorithms.checks import check_above
+from moerl.algorithms.mismatch import (
+    MISMATCH_NEEDS,
+    CorrectionConfig,
+    TokenCorrection,
+    all_kept,
+    check_level,
+    log_mismatch,
+    reduce_weight,
+)
+from moerl.algorithms.registries import corrections
+from moerl.algorithms.types import LossInputs
+
+
+@dataclass(frozen=True)
+class TisConfig(CorrectionConfig):
+    """Weight min(u, cap)."""
+
+    level: str = "token"
+    """`token`, `seq` (product, unbiased) or `geo` (another statistic)."""
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_level(self.level)
+        check_above("correction.cap", self.cap, 0.0)
+
+
+@corrections.register("tis", TisConfig, needs=MISMATCH_NEEDS, weighs=True)
+def tis(x: LossInputs, cfg: TisConfig) -> TokenCorrection:
+    """w = clip(u, 0, cap), k = 1."""
+    u = log_mismatch(x, cfg.level).exp()
+    weight = reduce_weight(u.clamp(max=cfg.cap), x, cfg)
+    return TokenCorrection(weight, all_kept(x), {"mm/tis_clip": u > cfg.cap})

@@ -1,0 +1,216 @@
+"""The objective: policy term x correction + KL - entropy, as one plain sum over the tokens of a micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moerl.algorithms import kl as kl_estimators
+from moerl.algorithms.compose import composition_errors
+from moerl.algorithms.mismatch import TokenCorrection
+from moerl.algorithms.ratio import LEVELS, LOG_RATIO_LIMIT, clamp_log_ratio
+from moerl.algorithms.registries import corrections, trust_regions
+from moerl.algorithms.sanitise import CleanInputs, sanitise
+from moerl.algorithms.segments import masked_seq_sum, per_sequence
+from moerl.algorithms.types import OPTIONAL_FIELDS, LossInputs, TokenLoss
+from moerl.config.schema import AlgorithmSection, KLSection, RouterShiftSection
+from moerl.errors import ConfigError
+from moerl.metrics import Max, Mean, Metrics
+
+CORRECTION_MEAN = "correction_mean"
+"""Key of `LossInputs.constants`: mean correction weight over the kept tokens of the whole minibatch (`batch_normalize`)."""
+
+
+@dataclass(frozen=True)
+class PolicyTerm:
+    """The policy axis of the objective, resolved."""
+
+    anchor: str
+    level: str
+    trust: Callable[[Tensor, LossInputs, Any], TokenLoss]
+    trust_config: Any
+    weight_inside: bool
+    """The trust region takes a correction's weights inside its sequence ratio."""
+    correct: Callable[[LossInputs, Any], TokenCorrection]
+    correction_config: Any
+    has_correction: bool
+    is_normalized: bool
+    """Divide correction weights by their minibatch mean."""
+    router_shift: RouterShiftSection
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One number per micro-batch: `sum(weight * token_loss)`, which adds up over micro-batches and ranks without scaling."""
+
+    policy: PolicyTerm
+    kl: KLSection
+    entropy_coefficient: float
+    needs: frozenset[str]
+    """Optional fields of `LossInputs` that must be filled."""
+    reads_rollout_logprobs: bool
+    """Otherwise an engine logprob that is not finite is of no consequence."""
+    constant_advantage: bool
+    """The advantage must be the same on all tokens of a sequence."""
+    needs_constants: frozenset[str]
+    """Keys of `LossInputs.constants` that must be filled; see `correction_mean`."""
+
+    def __call__(self, x: LossInputs) -> tuple[Tensor, Metrics]:
+        """Loss (0-dim, float32 or wider, with gradient even where nothing is live) and metrics of one micro-batch."""
+        clean = sanitise(x, reads_rollout_logprobs=self.reads_rollout_logprobs)
+        metrics = dict(clean.metrics)
+        loss, policy_metrics = self._policy_loss(clean)
+        metrics.update(policy_metrics)
+        if self.kl.place == "loss":
+            value = self._kl(clean.inputs)
+            # Off-policy corrections and their masks never touch the KL; only a token without a finite logprob drops out.
+            loss = loss + self.kl.coefficient * (clean.inputs.weights.kl * torch.where(clean.live, value, 0)).sum()
+            metrics["kl/ref"] = _token_mean(value, clean.live)
+        if self.entropy_coefficient:
+            entropy = torch.where(clean.live, clean.inputs.entropy, 0)
+            loss = loss - self.entropy_coefficient * (clean.inputs.weights.entropy * entropy).sum()
+        return loss, metrics
+
+    def correction_mean(self, x: LossInputs) -> Mean:
+        """This micro-batch's part of the constant `correction_mean`; merge over micro-batches and ranks, then take the value."""
+        clean = sanitise(x, reads_rollout_logprobs=self.reads_rollout_logprobs)
+        corrected = self.policy.correct(clean.inputs, self.policy.correction_config)
+        return _token_mean(corrected.weight, clean.inputs.mask & corrected.keep)
+
+    def _policy_loss(self, clean: CleanInputs) -> tuple[Tensor, Metrics]:
+        term, x = self.policy, clean.inputs
+        x, shift = self._split_router_shift(x)
+        corrected = term.correct(x, term.correction_config)
+        weight = corrected.weight
+        if term.is_normalized:
+            weight = weight / x.constants[CORRECTION_MEAN]
+        anchor = x.old_logprobs if term.anchor == "old" else x.rollout_logprobs
+        if term.level == "none":
+            anchor = x.logprobs.detach()
+        raw = LEVELS[term.level].log_ratio(x.logprobs - anchor + shift, x)
+        if term.weight_inside:
+            raw = raw + masked_seq_sum(weight.log(), x.mask, x.seq_ids, x.num_seqs)
+            weight = torch.ones_like(weight)
+        log_ratio = clamp_log_ratio(raw)
+        token = term.trust(log_ratio, x, term.trust_config)
+        kept = x.mask & corrected.keep
+        loss = (x.weights.policy * torch.where(kept, weight * token.loss, 0)).sum()
+        metrics = _policy_metrics(clean, log_ratio=log_ratio, raw=raw, token=token)
+        if term.has_correction:
+            metrics.update(_correction_metrics(clean, corrected))
+        return loss, metrics
+
+    def _split_router_shift(self, x: LossInputs) -> tuple[LossInputs, Tensor | float]:
+        """Floor gamma; give log gamma for before the clip, and leave in `x.router_shift` what is to be applied after it."""
+        shift = self.policy.router_shift
+        gamma = x.router_shift.clamp(min=shift.gamma_min, max=1.0) if shift.enabled else torch.ones_like(x.advantages)
+        if shift.enabled and shift.stage == "before_clip":
+            return _with_router_shift(x, torch.ones_like(gamma)), gamma.log()
+        return _with_router_shift(x, gamma), 0.0
+
+    def _kl(self, x: LossInputs) -> Tensor:
+        if self.kl.importance:
+            return kl_estimators.importance_kl(self.kl.estimator, x.logprobs, x.ref_logprobs, x.old_logprobs)
+        if self.kl.straight_through:
+            return kl_estimators.straight_through_kl(self.kl.estimator, x.logprobs, x.ref_logprobs)
+        return kl_estimators.kl_estimate(self.kl.estimator, x.logprobs, x.ref_logprobs)
+
+
+def build_objective(cfg: AlgorithmSection) -> Objective:
+    """The objective that the axes of `cfg` describe; a preset must already have been merged into them.
+
+    Raises:
+        ConfigError: axes that do not go together (all of them, one a line), or a plugin node that is wrong.
+    """
+    values = dataclasses.asdict(cfg)
+    errors = composition_errors(values)
+    if errors:
+        raise ConfigError("\n".join(errors))
+    trust, trust_config = trust_regions.resolve(cfg.trust, where="algorithm.trust")
+    correction, correction_config = corrections.resolve(cfg.correction, where="algorithm.correction")
+    form = trust.traits["form"]
+    if form not in (cfg.form, "any"):
+        raise ConfigError(
+            f"algorithm.form is {cfg.form!r} but algorithm.trust {trust.name!r} has only the form {form!r}"
+        )
+    is_normalized = bool(vars(correction_config).get("batch_normalize", False))
+    term = PolicyTerm(
+        anchor=cfg.anchor,
+        level=cfg.level,
+        trust=trust.traits["score"] if form == "any" and cfg.form == "score" else trust.target,
+        trust_config=trust_config,
+        weight_inside=bool(trust.traits.get("weight_inside")) and bool(correction.traits.get("weighs")),
+        correct=correction.target,
+        correction_config=correction_config,
+        has_correction=correction.name != "none",
+        is_normalized=is_normalized,
+        router_shift=cfg.router_shift,
+    )
+    needs = trust.needs | correction.needs | _own_needs(cfg)
+    return Objective(
+        policy=term,
+        kl=cfg.kl,
+        entropy_coefficient=cfg.entropy.coefficient if cfg.entropy.place == "loss" else 0.0,
+        needs=needs & OPTIONAL_FIELDS,
+        reads_rollout_logprobs="rollout_logprobs" in needs,
+        constant_advantage=LEVELS[cfg.level].constant_advantage,
+        needs_constants=frozenset({CORRECTION_MEAN} if is_normalized else ()),
+    )
+
+
+def _own_needs(cfg: AlgorithmSection) -> frozenset[str]:
+    needs: set[str] = set()
+    if cfg.level != "none":
+        needs.add("old_logprobs" if cfg.anchor == "old" else "rollout_logprobs")
+    if cfg.router_shift.enabled:
+        needs.add("router_shift")
+    if cfg.kl.place == "loss":
+        needs.add("ref_logprobs")
+        if cfg.kl.importance:
+            needs.add("old_logprobs")
+    if cfg.entropy.place == "loss" and cfg.entropy.coefficient:
+        needs.add("entropy")
+    return frozenset(needs)
+
+
+def _with_router_shift(x: LossInputs, gamma: Tensor) -> LossInputs:
+    return dataclasses.replace(x, optional={**x.optional, "router_shift": gamma})
+
+
+def _policy_metrics(clean: CleanInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss) -> Metrics:
+    x, live = clean.inputs, clean.live
+    ratio = log_ratio.detach().exp()
+    metrics: Metrics = {
+        "pg/ratio_mean": _token_mean(ratio, x.mask),
+        "pg/ratio_max": Max(torch.where(x.mask, ratio, -torch.inf).amax() if len(ratio) else -torch.inf),
+        "pg/clamped": _token_mean(raw.detach().abs() > LOG_RATIO_LIMIT, live),
+    }
+    metrics.update({name: _token_mean(values, live) for name, values in token.metrics.items()})
+    if "old_logprobs" in x.optional:
+        metrics["pg/kl_old"] = _token_mean(x.old_logprobs - x.logprobs, live)
+    if "entropy" in x.optional:
+        metrics["pg/entropy"] = _token_mean(x.entropy, live)
+    return metrics
+
+
+def _correction_metrics(clean: CleanInputs, corrected: TokenCorrection) -> Metrics:
+    x, live = clean.inputs, clean.live
+    dropped = live & ~(x.mask & corrected.keep)
+    tokens = per_sequence(live.to(x.logprobs.dtype), live, x.seq_ids, x.num_seqs)
+    lost = per_sequence(dropped.to(x.logprobs.dtype), live, x.seq_ids, x.num_seqs)
+    metrics: Metrics = {name: _token_mean(values, live) for name, values in corrected.metrics.items()}
+    metrics["mm/reject"] = _token_mean(dropped, live)
+    metrics["mm/reject_seq"] = _token_mean((tokens > 0) & (lost == tokens), tokens > 0)
+    metrics["mm/weight_mean"] = _token_mean(corrected.weight, x.mask & corrected.keep)
+    return metrics
+
+
+def _token_mean(values: Tensor, mask: Tensor) -> Mean:
+    """Mean over `mask` without leaving the device."""
+    kept = torch.where(mask, values.detach().double(), 0.0)
+    return Mean(kept.sum(), mask.sum().double())

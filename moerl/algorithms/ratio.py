@@ -1,0 +1,62 @@
+"""Importance-ratio levels: token log-ratios to the log-ratio that the trust region sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moerl.algorithms.segments import masked_seq_mean, masked_seq_sum
+from moerl.algorithms.types import LossInputs
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to plus and minus this before exp; beyond it the gradient is 0."""
+
+
+@dataclass(frozen=True)
+class RatioLevel:
+    """One level."""
+
+    log_ratio: Callable[[Tensor, LossInputs], Tensor]
+    """(token log-ratios [t], inputs) -> unclamped log-ratio [t]."""
+    constant_advantage: bool = False
+    """The advantage must be the same on all tokens of a sequence."""
+
+
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Clamp before exp: the value is that of the limit, the gradient beyond it is 0."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _no_ratio(token_log_ratio: Tensor, x: LossInputs) -> Tensor:
+    return torch.zeros_like(token_log_ratio)
+
+
+def _token(token_log_ratio: Tensor, x: LossInputs) -> Tensor:
+    return token_log_ratio
+
+
+def _seq_geo(token_log_ratio: Tensor, x: LossInputs) -> Tensor:
+    return masked_seq_mean(token_log_ratio, x.mask, x.seq_ids, x.num_seqs)
+
+
+def _seq_geo_token(token_log_ratio: Tensor, x: LossInputs) -> Tensor:
+    """Value of the sequence, gradient of the token (GSPO-token, arXiv 2507.18071)."""
+    return _seq_geo(token_log_ratio.detach(), x) + (x.logprobs - x.logprobs.detach())
+
+
+def _seq_prod(token_log_ratio: Tensor, x: LossInputs) -> Tensor:
+    return masked_seq_sum(token_log_ratio, x.mask, x.seq_ids, x.num_seqs)
+
+
+LEVELS = {
+    "none": RatioLevel(_no_ratio),
+    "token": RatioLevel(_token),
+    "seq_geo": RatioLevel(_seq_geo, constant_advantage=True),
+    "seq_geo_token": RatioLevel(_seq_geo_token),
+    "seq_prod": RatioLevel(_seq_prod, constant_advantage=True),
+    # The trust region `log_clip` clips each token first and takes the mean itself (GMPO).
+    "geo_clip": RatioLevel(_token, constant_advantage=True),
+}

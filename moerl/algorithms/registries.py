@@ -1,0 +1,27 @@
+"""The registries of this room: one per plugin kind of the configuration; torch-free until one of them is read."""
+
+from __future__ import annotations
+
+from moerl.registry import Registry
+
+trust_regions: Registry = Registry("trust region", "moerl.algorithms.trust")
+"""`(log_ratio [t], x: LossInputs, cfg) -> TokenLoss`; trait `form`: `ratio`, `score`, or `any` (then trait `score` is the
+score-form function). Reads only live, finite values; never masks or reduces. `needs` may also name `rollout_logprobs`."""
+
+corrections: Registry = Registry("correction", "moerl.algorithms.correction")
+"""`(x: LossInputs, cfg) -> TokenCorrection`; trait `weighs`: whether the weight can differ from 1."""
+
+aggregations: Registry = Registry("aggregation", "moerl.algorithms.aggregation")
+"""`(Lengths, cfg) -> [n] float64`: the constant v_i of each sequence; rows without tokens are zeroed afterwards."""
+
+advantage_transforms: Registry = Registry("advantage transform", "moerl.algorithms.advantage.transform")
+"""`(table: RewardTable, cfg) -> [n] float64`."""
+
+advantage_posts: Registry = Registry("advantage post", "moerl.algorithms.advantage.post")
+"""`(advantages [n] float64, scored [n] bool, cfg) -> [n] float64`."""
+
+shapings: Registry = Registry("shaping", "moerl.algorithms.shaping")
+"""`(group: RolloutGroup, cfg) -> [g] float64`: what is added to the reward of each trajectory."""
+
+filters: Registry = Registry("filter", "moerl.algorithms.filters")
+"""Trait `acts_on`: `group`, `(RolloutGroup, cfg) -> reason | None`; or `sample`, `(Trajectory, cfg) -> keep`."""

@@ -1,0 +1,171 @@
+"""Routing drift: how far two routings of the same tokens are apart, and how the experts are loaded.
+
+Two routings a (earlier, or the rollout's) and b (later, or training's), each [t, l, k] expert ids; sets compare as sets. Under
+replay, give the router's own top-k. Means carry their counts, so that micro-batches and ranks merge exactly; quantiles do not
+merge: they are exact in one call over all tokens, and over several calls the mean weighted by tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moerl.algorithms.load_metrics import LoadTracker, expert_counts, load_metrics, load_of_counts
+from moerl.algorithms.mismatch_metrics import mismatch_metrics
+from moerl.metrics import Mean, Metrics, Min
+
+__all__ = [
+    "LoadTracker",
+    "expert_counts",
+    "gamma_metrics",
+    "load_metrics",
+    "load_of_counts",
+    "mismatch_metrics",
+    "route_metrics",
+    "router_shift_gamma",
+]
+
+_CHUNK_ELEMENTS = 1 << 22
+"""Elements of the largest temporary of a chunk: memory is bounded whatever the number of tokens."""
+_MIN_LOG_PROB = math.log(1e-8)
+
+
+def route_metrics(
+    a_routes: Tensor,
+    b_routes: Tensor,
+    mask: Tensor,
+    *,
+    prefix: str = "route",
+    a_logq: Tensor | None = None,
+    b_logq: Tensor | None = None,
+    layers: Sequence[int] | None = None,
+) -> Metrics:
+    """Set metrics of two routings, and distances of the two distributions where both are given.
+
+    Args:
+        a_routes: [t, l, k] expert ids.
+        b_routes: [t, l, k] expert ids of the same tokens.
+        mask: [t] bool: tokens that count (live, and with a route on both sides).
+        prefix: `route`, `route_update`, `route_probe` or `route_long`.
+        a_logq: [t, l, e] router log-probabilities of a over all experts.
+        b_logq: [t, l, e] of b.
+        layers: number of each of the l layers in `<prefix>/X/layer_007`; default 0, 1, ...
+    """
+    if a_routes.shape != b_routes.shape:
+        raise ValueError(
+            f"two routings of one batch must have one shape, not {[*a_routes.shape]} and {[*b_routes.shape]}"
+        )
+    a, b = a_routes[mask], b_routes[mask]
+    k = a.shape[2]
+    shared = _map_chunks(_shared_experts, a, b, width=k * k)
+    changed = shared < k
+    named = layers if layers is not None else range(a.shape[1])
+    metrics: Metrics = {}
+    per_layer = {
+        "set_change": changed.double(),
+        "expert_change": 1 - shared.double() / k,
+        "jaccard": shared.double() / (2 * k - shared),
+    }
+    if a_logq is not None and b_logq is not None:
+        distances = _distances(a, a_logq[mask], b_logq[mask])
+        per_layer.update(distances)
+        metrics.update(_quantiles(f"{prefix}/dev", distances["dev"].flatten(), {"p90": 0.9, "p99": 0.99}))
+    for name, values in per_layer.items():
+        metrics.update(_layer_means(f"{prefix}/{name}", values, named))
+    any_layer = changed.any(1).double()
+    count = _count(any_layer)
+    metrics[f"{prefix}/any_layer"] = Mean(any_layer.sum(), count)
+    metrics[f"{prefix}/zero_deviation"] = Mean((1 - any_layer).sum(), count)
+    metrics[f"{prefix}/layers_changed"] = Mean(changed.double().sum(), count)
+    return metrics
+
+
+def router_shift_gamma(old_logq_on_S: Tensor, new_logq_on_S: Tensor) -> Tensor:
+    """Raw gamma [t] of RSPO (arXiv 2510.23027) in (0, 1]: exp of minus the mean over layers of the mean deviation of log q.
+
+    Args:
+        old_logq_on_S: [t, l, k] log q under the old weights, on the experts that were active then.
+        new_logq_on_S: [t, l, k] log q under the current weights, on the same experts.
+    """
+    return _map_chunks(_gamma, old_logq_on_S.detach(), new_logq_on_S.detach(), width=old_logq_on_S.shape[2])
+
+
+def gamma_metrics(gamma: Tensor, mask: Tensor, gamma_min: float, *, prefix: str = "route") -> Metrics:
+    """Mean, minimum, quantiles and floored fraction of the raw gamma [t] over the tokens of `mask`."""
+    live = gamma.detach()[mask].double()
+    count = _count(live)
+    return {
+        f"{prefix}/gamma_mean": Mean(live.sum(), count),
+        f"{prefix}/gamma_min": Min(live.min() if len(live) else math.inf),
+        f"{prefix}/gamma_floor_frac": Mean((live < gamma_min).double().sum(), count),
+        **_quantiles(f"{prefix}/gamma", live, {"p01": 0.01, "p10": 0.1, "p50": 0.5}),
+    }
+
+
+def _map_chunks(function, a: Tensor, b: Tensor, *, width: int) -> Tensor:  # noqa: ANN001
+    """Apply a function of two [c, l, x] slices over the tokens so that temporaries stay small."""
+    rows = max(1, _CHUNK_ELEMENTS // max(1, a.shape[1] * width))
+    parts = [function(left, right) for left, right in zip(a.split(rows), b.split(rows), strict=True)]
+    return torch.cat(parts)
+
+
+def _shared_experts(a: Tensor, b: Tensor) -> Tensor:
+    """Size of the intersection, [c, l] int64."""
+    return (a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1).sum(-1)
+
+
+def _gamma(old_logq: Tensor, new_logq: Tensor) -> Tensor:
+    return (-_deviation(old_logq, new_logq).mean(-1)).exp()
+
+
+def _deviation(old_logq: Tensor, new_logq: Tensor) -> Tensor:
+    """[c, l, k] -> [c, l]: mean absolute change of log q, logs floored at log 1e-8."""
+    return (new_logq.clamp(min=_MIN_LOG_PROB) - old_logq.clamp(min=_MIN_LOG_PROB)).abs().mean(-1)
+
+
+def _distances(a_routes: Tensor, a_logq: Tensor, b_logq: Tensor) -> dict[str, Tensor]:
+    """KL(a||b), Jensen-Shannon, total variation and RSPO's deviation on a's experts: [t, l] float64 each."""
+    rows = max(1, _CHUNK_ELEMENTS // max(1, a_logq.shape[1] * a_logq.shape[2]))
+    parts: dict[str, list[Tensor]] = {"kl": [], "js": [], "tv": [], "dev": []}
+    for routes, a, b in zip(a_routes.split(rows), a_logq.split(rows), b_logq.split(rows), strict=True):
+        a, b = a.detach().double().clamp(min=-100.0), b.detach().double().clamp(min=-100.0)
+        p, q = a.exp(), b.exp()
+        middle = ((p + q) / 2).log()
+        parts["kl"].append((p * (a - b)).sum(-1))
+        parts["js"].append(0.5 * (p * (a - middle)).sum(-1) + 0.5 * (q * (b - middle)).sum(-1))
+        parts["tv"].append(0.5 * (p - q).abs().sum(-1))
+        parts["dev"].append(_deviation(a.gather(-1, routes), b.gather(-1, routes)))
+    return {name: torch.cat(values) for name, values in parts.items()}
+
+
+def _layer_means(name: str, values: Tensor, layers: Sequence[int]) -> Metrics:
+    """`values` [t, l] float64: the mean over all pairs, and per layer."""
+    sums = values.sum(0)
+    tokens = _count(values)
+    metrics: Metrics = {name: Mean(sums.sum(), tokens * values.shape[1])}
+    for layer, total in zip(layers, sums.unbind(), strict=True):
+        metrics[f"{name}/layer_{layer:03d}"] = Mean(total, tokens)
+    return metrics
+
+
+def _quantiles(name: str, values: Tensor, levels: dict[str, float]) -> Metrics:
+    """Linear-interpolation quantiles of `values` [m], weighted by m."""
+    count = _count(values)
+    if not len(values):
+        return {f"{name}_{label}": Mean(0.0, 0.0) for label in levels}
+    ordered = values.double().sort().values
+    metrics: Metrics = {}
+    for label, level in levels.items():
+        position = level * (len(values) - 1)
+        low = math.floor(position)
+        high = min(low + 1, len(values) - 1)
+        quantile = ordered[low] + (position - low) * (ordered[high] - ordered[low])
+        metrics[f"{name}_{label}"] = Mean(quantile * count, count)
+    return metrics
+
+
+def _count(values: Tensor) -> float:
+    return float(values.shape[0])

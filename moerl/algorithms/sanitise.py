@@ -1,0 +1,74 @@
+"""What cannot be computed with is taken out once, before any exp and any product: 0 * inf is NaN, and no mask removes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moerl.algorithms.types import LossInputs
+from moerl.metrics import Metrics, Sum
+from moerl.types import TokenWeights
+
+_PREFIXED = ("old_logprobs", "ref_logprobs")
+
+
+@dataclass(frozen=True)
+class CleanInputs:
+    """Inputs in which every token may be computed with."""
+
+    inputs: LossInputs
+    """Detached but for `logprobs` and `entropy`; `mask` is True where the policy term and sequence statistics may look."""
+    live: Tensor
+    """[t] bool: tokens that train, wider than `inputs.mask` by those whose rollout logprob alone is unusable."""
+    metrics: Metrics
+
+
+def sanitise(x: LossInputs, *, reads_rollout_logprobs: bool) -> CleanInputs:
+    """Neutral values under the mask, and on tokens whose logprobs are infinite (or, of an engine, NaN).
+
+    A NaN that the learner itself computed on a live token is left to reach the loss, so that the run stops.
+    """
+    dtype = torch.promote_types(x.logprobs.dtype, torch.float32)
+    own = {"logprobs": x.logprobs, **{name: x.optional[name] for name in _PREFIXED if name in x.optional}}
+    is_infinite = torch.stack([values.detach().isinf() for values in own.values()]).any(0) & x.mask
+    live = x.mask & ~is_infinite
+    usable = live
+    metrics: Metrics = {"pg/invalid_logprobs": Sum(is_infinite.sum())}
+    if reads_rollout_logprobs:
+        bad_rollout = ~x.rollout_logprobs.detach().isfinite() & x.mask
+        usable = live & ~bad_rollout
+        metrics["mm/invalid_logprobs"] = Sum(bad_rollout.sum())
+    logprobs = torch.where(live, x.logprobs.to(dtype), 0)
+
+    def constant(values: Tensor, where: Tensor, neutral: Tensor | float) -> Tensor:
+        return torch.where(where, values.detach().to(dtype), neutral)
+
+    optional: Mapping[str, Tensor] = {
+        **x.optional,
+        **{name: constant(x.optional[name], live, 0) for name in _PREFIXED if name in x.optional},
+    }
+    if "router_shift" in x.optional:
+        optional = {**optional, "router_shift": constant(x.optional["router_shift"], live, 1)}
+    if "entropy" in x.optional:
+        optional = {**optional, "entropy": torch.where(live, x.optional["entropy"].to(dtype), 0)}
+    inputs = dataclasses.replace(
+        x,
+        logprobs=logprobs,
+        rollout_logprobs=constant(x.rollout_logprobs, usable, logprobs.detach()),
+        advantages=constant(x.advantages, live, 0),
+        mask=usable,
+        weights=_clean_weights(x.weights, live, dtype),
+        optional=optional,
+    )
+    return CleanInputs(inputs, live, metrics)
+
+
+def _clean_weights(weights: TokenWeights, live: Tensor, dtype: torch.dtype) -> TokenWeights:
+    """Terms that share a tensor go on sharing it."""
+    terms = (weights.policy, weights.kl, weights.entropy, weights.value, weights.nll)
+    cleaned = {id(values): torch.where(live, values.detach().to(dtype), 0) for values in terms}
+    return TokenWeights(*(cleaned[id(values)] for values in terms))
