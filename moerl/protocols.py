@@ -87,8 +87,8 @@ class PromptSource(Protocol):
 class Rollouts(Protocol):
     """The buffer between rollout and learning."""
 
-    def take(self, step: int) -> tuple[list[RolloutGroup], Metrics]:
-        """A step's worth of accepted groups and what it cost; waits only if fewer are ready."""
+    def take(self, step: int, version: int) -> tuple[list[RolloutGroup], Metrics]:
+        """A step's worth of accepted groups for a policy of `version`, and what it cost."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -64,9 +64,9 @@ class RolloutBuffer:
         self._filter = group_filter
         self._refill_rounds = refill_rounds
         self._max_error_fraction = max_error_fraction
-        self._totals = dict.fromkeys(_COUNTERS, 0)
+        self._totals: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
 
-    def take(self, step: int) -> tuple[list[RolloutGroup], Metrics]:
+    def take(self, step: int, version: int) -> tuple[list[RolloutGroup], Metrics]:
         """Sample until `prompts_per_step` groups are accepted or the refill rounds are used up.
 
         Only the missing number is asked for, so no accepted group is left over. Fewer groups than asked for may return,
@@ -74,7 +74,8 @@ class RolloutBuffer:
         group, dropped ones included, so that a filter cannot make them look better.
 
         Args:
-            step: also the policy version that must have sampled, since step s trains version s.
+            step: part of every sample's seed.
+            version: of the policy that is about to train; older tokens are refused.
 
         Raises:
             RolloutError: too many failed episodes, or tokens of an older version (weights were not published).
@@ -85,7 +86,7 @@ class RolloutBuffer:
         seen: Counter[str] = Counter()
         rounds = 0
         while True:
-            groups = self._sample(step, self._prompts_per_step - len(accepted), seen)
+            groups = self._sample(step, version, self._prompts_per_step - len(accepted), seen)
             sampled += groups
             for group in groups:
                 reason = self._why_dropped(group)
@@ -105,7 +106,7 @@ class RolloutBuffer:
         counts["rollout/groups_dropped"] = Sum(dropped.total())
         counts["rollout/refill_rounds"] = Sum(rounds)
         counts["rollout/prompts_used"] = Sum(len(sampled))
-        return accepted, merge_into(counts, rollout_metrics(sampled, step))
+        return accepted, merge_into(counts, rollout_metrics(sampled, version))
 
     def state_dict(self) -> dict[str, Any]:
         """Data cursor and counters, as plain JSON values."""
@@ -125,7 +126,7 @@ class RolloutBuffer:
         self._source.load_state_dict(state["source"])
         self._totals = {key: int(state[key]) for key in _COUNTERS}
 
-    def _sample(self, step: int, count: int, seen: Counter[str]) -> list[RolloutGroup]:
+    def _sample(self, step: int, version: int, count: int, seen: Counter[str]) -> list[RolloutGroup]:
         prompts = self._source.next_prompts(count)
         groups = self._collector.collect(
             prompts,
@@ -136,7 +137,7 @@ class RolloutBuffer:
         )
         for group in groups:
             for trajectory in group.trajectories:
-                _refuse_stale(trajectory, group.prompt.prompt_id, step)
+                _refuse_stale(trajectory, group.prompt.prompt_id, version)
         return groups
 
     def _why_dropped(self, group: RolloutGroup) -> str | None:
@@ -161,10 +162,11 @@ class RolloutBuffer:
         self._totals["errors"] += sum(t.status == "error" for group in sampled for t in group.trajectories)
 
 
-def _refuse_stale(trajectory: Trajectory, prompt_id: str, step: int) -> None:
-    old = [version for _, _, version in trajectory.version_spans if version < step]
+def _refuse_stale(trajectory: Trajectory, prompt_id: str, version: int) -> None:
+    old = [sampled for _, _, sampled in trajectory.version_spans if sampled < version]
     if old:
         raise RolloutError(
-            f"prompt {prompt_id}: step {step} got tokens of policy version {old[0]}, and rollout.max_staleness is 0; "
+            f"prompt {prompt_id}: got tokens of policy version {old[0]} for version {version}, and "
+            "rollout.max_staleness is 0; "
             "publish the weights before the step"
         )

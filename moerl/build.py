@@ -1,0 +1,249 @@
+"""The composition root: a checked configuration becomes wired rooms.
+
+With `build_rollout.py` and `build_evaluation.py` the only code that knows every concrete class. Everything that can be
+checked is checked before a learner or an engine is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moerl.algorithms.advantage import group_advantages
+from moerl.algorithms.aggregation import sequence_weights
+from moerl.algorithms.filters import Filters
+from moerl.algorithms.objective import build_objective
+from moerl.algorithms.shaping import build_shaping
+from moerl.build_rollout import (
+    GIVEN,
+    Data,
+    RolloutSide,
+    build_buffer,
+    build_evaluator,
+    build_rollout_side,
+    is_supervised,
+    load_data,
+)
+from moerl.checkpoint import Checkpoint, CheckpointStore
+from moerl.config.load import as_dict
+from moerl.config.schema import RunConfig
+from moerl.contract import StepZeroContract
+from moerl.credit import CreditRules, credit
+from moerl.data.batch import build_step_batch
+from moerl.data.dump import save_step_batch
+from moerl.data.packing import plan_packing
+from moerl.loop import Rooms, Schedule
+from moerl.mcore.policy import MegatronPolicy
+from moerl.metrics import Metrics
+from moerl.probe import RouteProbe
+from moerl.records import Records, RecordSettings
+from moerl.rewards.scorer import reward_weights
+from moerl.run_folder import CHECKPOINTS, find_checkpoint, folder_of, lock, model_id, prepare
+from moerl.telemetry.progress import Progress
+from moerl.telemetry.sinks import JsonlSink, LoadSink, Sinks, WandbSink
+from moerl.telemetry.timers import Timers
+from moerl.types import MicroBatch, Sample, StepBatch
+from moerl.weight_sync.publisher import Publisher
+from moerl.weight_sync.transport import transports
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, ready to walk the loop."""
+
+    cfg: RunConfig
+    rooms: Rooms
+    schedule: Schedule
+    resume_from: Checkpoint | None
+    folder: Path
+    stack: ExitStack
+
+    def close(self) -> None:
+        """Close engines, verifiers and files."""
+        self.stack.close()
+
+
+def build_run(cfg: RunConfig) -> Run | None:
+    """Wire a training run; None where the run is complete already.
+
+    Raises:
+        MoerlError: whatever is wrong, before anything is trained or overwritten.
+    """
+    torch.set_num_threads(cfg.run.num_threads)
+    with ExitStack() as stack:
+        stack.enter_context(lock(folder_of(cfg)))
+        store = CheckpointStore(
+            folder_of(cfg) / CHECKPOINTS, keep=cfg.checkpoint.keep, model_id=model_id(cfg.model.path)
+        )
+        resume_from = find_checkpoint(cfg, store)
+        if resume_from is not None and resume_from.step >= cfg.run.num_steps:
+            logger.warning(
+                "%s has done its %d steps; raise run.num_steps to train on, or start anew with run.resume=never",
+                folder_of(cfg),
+                resume_from.step,
+            )
+            return None
+        data = load_data(cfg)
+        stack.callback(data.close)
+        policy = _policy(cfg)
+        side = build_rollout_side(cfg, data)
+        stack.callback(side.close)
+        folder = prepare(cfg, resumes=resume_from is not None)
+        records = _records(cfg, folder, policy, resume_from)
+        rooms = _rooms(cfg, data=data, side=side, policy=policy, records=records, store=store, stack=stack)
+        schedule = Schedule(cfg.run.num_steps, cfg.evaluation.interval_steps, cfg.checkpoint.interval_steps)
+        return Run(cfg, rooms, schedule, resume_from, folder, stack.pop_all())
+
+
+def _policy(cfg: RunConfig) -> MegatronPolicy:
+    objective = build_objective(cfg.algorithm)
+    return MegatronPolicy.build(
+        model=cfg.model,
+        parallel=cfg.parallel,
+        precision=cfg.precision,
+        optim=cfg.optim,
+        routing=cfg.algorithm.routing,
+        router_shift=cfg.algorithm.router_shift.enabled,
+        needs_reference="ref_logprobs" in objective.needs,
+        num_steps=cfg.run.num_steps,
+        seed=cfg.run.seed,
+    )
+
+
+def _rooms(
+    cfg: RunConfig,
+    *,
+    data: Data,
+    side: RolloutSide,
+    policy: MegatronPolicy,
+    records: Records,
+    store: CheckpointStore,
+    stack: ExitStack,
+) -> Rooms:
+    buffer, filters = build_buffer(cfg, data, side)
+    rules = _credit_rules(cfg, filters)
+    evaluator = build_evaluator(cfg, data, side)
+    packer = _Packer(cfg, policy)
+    probe = RouteProbe(policy.observe, packer.probe_batches)
+    publish = stack.enter_context(_publishing(cfg, side, policy))
+
+    def start_probe() -> None:
+        prompts = [prompt for one in data.held_out for prompt in one.prompts][: cfg.telemetry.probe_prompts]
+        if prompts:
+            greedy = replace(evaluator.greedy, temperature=1.0)
+            probe.start(side.eval_collector.collect(prompts, step=0, group_size=1, params=greedy))
+
+    return Rooms(
+        rollouts=buffer,
+        credit=lambda groups: credit(groups, rules),
+        pack=packer.pack,
+        policy=policy,
+        objective=build_objective(cfg.algorithm),
+        publish=publish,
+        evaluator=evaluator,
+        probe=probe,
+        start_probe=start_probe,
+        contract=StepZeroContract(cfg.precision.params, cfg.rollout.engine.get("precision", "fp32")),
+        checkpoints=store,
+        records=records,
+    )
+
+
+def _credit_rules(cfg: RunConfig, filters: Filters) -> CreditRules:
+    section = cfg.algorithm.advantage
+    return CreditRules(
+        advantages=lambda x: group_advantages(section, x),
+        shaping=build_shaping(cfg.algorithm.shaping),
+        keeps=filters.sample,
+        counts=filters.counts,
+        reward_weights={GIVEN: 1.0} if is_supervised(cfg) else reward_weights(cfg.reward),
+    )
+
+
+class _Packer:
+    """Samples to this rank's tensors; the aggregation crosses here as a plain function."""
+
+    def __init__(self, cfg: RunConfig, policy: MegatronPolicy) -> None:
+        self._batch = cfg.batch
+        self._seed = cfg.run.seed
+        self._aggregation = cfg.algorithm.aggregation
+        self._policy = policy
+
+    def pack(self, samples: Sequence[Sample], step: int) -> StepBatch:
+        """The step's batch."""
+        return self._build(samples, self._seed * 1_000_003 + step, self._batch.num_minibatches, self._batch.num_epochs)
+
+    def probe_batches(self, samples: Sequence[Sample]) -> Sequence[MicroBatch]:
+        """The probe's micro-batches, always the same."""
+        return self._build(samples, 0, 1, 1).minibatches[0]
+
+    def _build(self, samples: Sequence[Sample], seed: int, num_minibatches: int, num_epochs: int) -> StepBatch:
+        numbered = [replace(sample, sample_id=i) for i, sample in enumerate(samples)]
+        plan = plan_packing(
+            [len(s.token_ids) for s in numbered],
+            [s.group_id for s in numbered],
+            [int(s.loss_mask.sum()) for s in numbered],
+            dp_size=self._policy.parallel.dp_size,
+            num_minibatches=num_minibatches,
+            num_epochs=num_epochs,
+            max_tokens_per_microbatch=self._batch.max_tokens_per_microbatch,
+            seed=seed,
+        )
+        return build_step_batch(
+            numbered,
+            plan,
+            dp_rank=self._policy.parallel.dp_rank,
+            weigh=lambda lengths, groups: sequence_weights(self._aggregation, lengths, groups),
+            device=self._policy.device,
+            policy_version=self._policy.version,
+        )
+
+
+@contextlib.contextmanager
+def _publishing(cfg: RunConfig, side: RolloutSide, policy: MegatronPolicy) -> Iterator[Any]:
+    plugin, transport_cfg = transports.resolve(cfg.weight_sync.transport, where="weight_sync.transport")
+    transport = plugin.target(transport_cfg)
+    publisher = Publisher(side.engines, transport, cfg.weight_sync.bucket_bytes)
+    with asyncio.Runner() as runner, contextlib.closing(transport):
+
+        def publish() -> Metrics:
+            return runner.run(publisher.publish(policy.export(), policy.version))
+
+        yield publish
+
+
+def _records(cfg: RunConfig, folder: Path, policy: MegatronPolicy, resume_from: Checkpoint | None) -> Records:
+    first = resume_from.step + 1 if resume_from else 0
+    sinks: list[Any] = [JsonlSink(folder, resume_step=first)]
+    if cfg.telemetry.wandb.enabled:
+        wandb = cfg.telemetry.wandb
+        sinks.append(
+            WandbSink(
+                folder,
+                run_name=cfg.run.name,
+                config=as_dict(cfg),
+                project=wandb.project,
+                entity=wandb.entity,
+                mode=wandb.mode,
+            )
+        )
+    return Records(
+        settings=RecordSettings(
+            folder, cfg.telemetry.samples_per_step, cfg.telemetry.dump_batches, num_experts=policy.num_experts
+        ),
+        sinks=Sinks(sinks),
+        loads=LoadSink(folder, resume_step=first),
+        progress=Progress(cfg.run.num_steps, max(first, 1), cfg.telemetry.progress),
+        timers=Timers(),
+        dump_batch=save_step_batch,
+    )

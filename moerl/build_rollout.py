@@ -1,0 +1,210 @@
+"""Composition of the rollout side: tokenizer, data sets, rewards, engines, collector, buffer. Part of `build.py`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moerl.algorithms.filters import Filters, build_filters
+from moerl.config.schema import DatasetConfig, RunConfig
+from moerl.data.chat import ChatTokenizer
+from moerl.data.prompts import PromptMixture, PromptSet, check_disjoint, load_dataset
+from moerl.envs import environments
+from moerl.errors import DataError
+from moerl.evaluate import EvaluationSet, Evaluator
+from moerl.protocols import RolloutEngine, Scorer
+from moerl.reference.config import ReferenceConfig
+from moerl.reference.sampling import Sampler
+from moerl.rewards.scorer import build_scorer
+from moerl.rollout.buffer import RolloutBuffer
+from moerl.rollout.collect import Collector
+from moerl.rollout.engine import engines
+from moerl.rollout.engines.local_engine import LocalEngine, LocalEngineConfig
+from moerl.types import Prompt, SamplingParams, Trajectory
+
+logger = logging.getLogger(__name__)
+
+GIVEN = "given"
+"""Name of the reward of completions that the file itself gave."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Everything read and checked before any work starts."""
+
+    tokenizer: ChatTokenizer
+    train: tuple[PromptSet, ...]
+    held_out: tuple[PromptSet, ...]
+    scorer: Scorer
+
+    def close(self) -> None:
+        """Stop the verifier processes."""
+        self.scorer.close()
+
+
+class GivenScorer:
+    """Supervised training: what the file's own completions are worth is 1; other data sets go to the real scorer."""
+
+    def __init__(self, inner: Scorer, given: frozenset[str]) -> None:
+        self._inner = inner
+        self._given = given
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+        """Reward 1 under the name `given`, or the inner scorer's verdict."""
+        if prompt.dataset in self._given:
+            return replace(trajectory, reward=1.0, reward_components={GIVEN: 1.0})
+        return await self._inner.score(prompt, trajectory)
+
+    def check_prompts(self, prompts: Iterable[Prompt]) -> list[str]:
+        """Only prompts that are really scored need a gold answer."""
+        return self._inner.check_prompts(p for p in prompts if p.dataset not in self._given)
+
+    def close(self) -> None:
+        """Close the inner scorer."""
+        self._inner.close()
+
+
+def is_supervised(cfg: RunConfig) -> bool:
+    """Whether the run trains on the file's completions."""
+    return cfg.rollout.engine["name"] == "dataset"
+
+
+def load_data(cfg: RunConfig, *, with_train: bool = True) -> Data:
+    """Read every data set, check gold answers and that train and held-out are disjoint.
+
+    Raises:
+        DataError: names files and lines.
+    """
+    tokenizer = ChatTokenizer(cfg.model.path)
+
+    def load(items: Sequence[DatasetConfig]) -> tuple[PromptSet, ...]:
+        return tuple(
+            load_dataset(
+                item,
+                tokenizer,
+                max_prompt_tokens=cfg.data.max_prompt_tokens,
+                on_long_prompt=cfg.data.on_long_prompt,
+                prompt_format=cfg.data.prompt_format,
+            )
+            for item in items
+        )
+
+    train = load(cfg.data.train) if with_train else ()
+    held_out = load(cfg.evaluation.sets)
+    if cfg.data.check_disjoint:
+        check_disjoint(train, held_out)
+    given = frozenset(item.name for item in train) if is_supervised(cfg) else frozenset()
+    scorer = GivenScorer(build_scorer(cfg.reward), given)
+    problems = scorer.check_prompts(p for one in (*train, *held_out) for p in one.prompts)
+    if problems:
+        scorer.close()
+        raise DataError(f"{len(problems)} gold answers cannot be scored:\n  " + "\n  ".join(problems[:20]))
+    return Data(tokenizer, train, held_out, scorer)
+
+
+@dataclass(frozen=True)
+class RolloutSide:
+    """Engines and what asks them."""
+
+    train_engine: RolloutEngine
+    eval_engine: RolloutEngine
+    collector: Collector
+    eval_collector: Collector
+    sampling: SamplingParams
+
+    @property
+    def engines(self) -> list[RolloutEngine]:
+        """Every engine that needs new weights, once."""
+        return [self.train_engine] if self.train_engine is self.eval_engine else [self.train_engine, self.eval_engine]
+
+    def close(self) -> None:
+        """Close collectors, then engines."""
+        self.collector.close()
+        if self.eval_collector is not self.collector:
+            self.eval_collector.close()
+        for engine in self.engines:
+            engine.close()
+
+
+def build_rollout_side(cfg: RunConfig, data: Data, *, load_weights: bool = False) -> RolloutSide:
+    """Engines without weights (the first publish brings them), or with those of `model.path`."""
+    plugin, engine_cfg = engines.resolve(cfg.rollout.engine, where="rollout.engine")
+    model: Any = cfg.model.path if load_weights else ReferenceConfig.from_folder(cfg.model.path)
+
+    def local(precision: str) -> Sampler:
+        return Sampler(model, precision=precision, decode=data.tokenizer.decode)
+
+    injected: dict[str, Any] = {}
+    if "sampler" in plugin.traits["injects"]:
+        injected["sampler"] = local(engine_cfg.precision)
+    if "completions" in plugin.traits["injects"]:
+        injected["completions"] = _completions(data.train)
+    train_engine: RolloutEngine = plugin.target(engine_cfg, **injected)
+    eval_engine = train_engine
+    if is_supervised(cfg):
+        eval_engine = LocalEngine(LocalEngineConfig(), sampler=local("fp32"))
+    collector = _collector(cfg, data, train_engine)
+    eval_collector = collector if eval_engine is train_engine else _collector(cfg, data, eval_engine)
+    return RolloutSide(train_engine, eval_engine, collector, eval_collector, sampling_params(cfg, data.tokenizer))
+
+
+def sampling_params(cfg: RunConfig, tokenizer: ChatTokenizer) -> SamplingParams:
+    """Of training rollouts."""
+    return SamplingParams(
+        max_new_tokens=cfg.rollout.max_new_tokens,
+        temperature=cfg.rollout.temperature,
+        top_p=cfg.rollout.top_p,
+        top_k=cfg.rollout.top_k,
+        stop_token_ids=tokenizer.stop_token_ids,
+        stop_strings=tuple(cfg.rollout.stop),
+    )
+
+
+def build_evaluator(cfg: RunConfig, data: Data, side: RolloutSide) -> Evaluator:
+    """Same engine and rewards as training; greedy, and sampled from the whole distribution."""
+    plain = replace(side.sampling, top_p=1.0, top_k=0, return_routes=False)
+    return Evaluator(
+        sets=[EvaluationSet(one.name, one.prompts) for one in data.held_out],
+        collect=side.eval_collector.collect,
+        greedy=replace(plain, temperature=0.0),
+        sampled=replace(plain, temperature=cfg.evaluation.temperature),
+        num_samples=cfg.evaluation.num_samples,
+        pass_at=cfg.evaluation.pass_at,
+    )
+
+
+def build_buffer(cfg: RunConfig, data: Data, side: RolloutSide) -> tuple[RolloutBuffer, Filters]:
+    """The buffer, with the group filters inside, and the filters for credit's use."""
+    filters = build_filters(cfg.algorithm.filters)
+    buffer = RolloutBuffer(
+        source=PromptMixture(data.train, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
+        collector=side.collector,
+        group_filter=filters.group,
+        prompts_per_step=cfg.rollout.prompts_per_step,
+        group_size=cfg.rollout.group_size,
+        params=side.sampling,
+        refill_rounds=cfg.algorithm.refill_rounds,
+        max_error_fraction=cfg.reward.max_error_fraction,
+    )
+    return buffer, filters
+
+
+def _completions(sets: Sequence[PromptSet]) -> Mapping[str, Any]:
+    prompts = [prompt for one in sets for prompt in one.prompts]
+    return {p.prompt_id: p.completion_ids for p in prompts if p.completion_ids is not None}
+
+
+def _collector(cfg: RunConfig, data: Data, engine: RolloutEngine) -> Collector:
+    plugin, env_cfg = environments.resolve(cfg.rollout.environment, where="rollout.environment")
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    name = cfg.rollout.environment["name"]
+    env = plugin.target(env_cfg, decode=data.tokenizer.decode, max_context_tokens=longest)
+    return Collector(
+        engine=engine,
+        environments={name: env},
+        scorer=data.scorer,
+        run_seed=cfg.run.seed,
+        timeout_seconds=cfg.rollout.timeout_seconds,
+    )

@@ -1,0 +1,1 @@
+"""Subcommands: each module has `HELP`, `add_arguments(parser)` and `run(args) -> int`; they parse, call and print."""

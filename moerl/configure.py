@@ -1,0 +1,83 @@
+"""From a file and overrides to a checked `RunConfig`: presets, rules across fields, plugin nodes.
+
+Two passes: everything that plain values can tell is reported first, before torch is imported; then the plugin nodes,
+whose dataclasses live beside their code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moerl.algorithms.compose import composition_errors
+from moerl.algorithms.presets import PRESETS
+from moerl.config.load import load_config
+from moerl.config.rules import check
+from moerl.config.schema import DatasetConfig, RunConfig
+from moerl.errors import ConfigError
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read and check a configuration.
+
+    Raises:
+        ConfigError: everything that is wrong with it, together.
+    """
+    cfg = load_config(path, overrides, presets={name: preset.values for name, preset in PRESETS.items()})
+    check(cfg, world_size=int(os.environ.get("WORLD_SIZE", "1")), extra_rules=[_algorithm_rules])
+    check_plugins(cfg)
+    return cfg
+
+
+def check_plugins(cfg: RunConfig) -> None:
+    """Resolve every plugin node; imports torch, but nothing of megatron, transformers or an engine.
+
+    Raises:
+        ConfigError: every unknown plugin, unknown argument and wrong type, together.
+    """
+    problems = []
+    for registry, node, where in _plugin_nodes(cfg):
+        try:
+            registry.resolve(node, where=where)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems) if len(problems) == 1 else "\n  - ".join(["several faults:", *problems]))
+
+
+def _algorithm_rules(values: Mapping[str, Any]) -> list[str]:
+    return composition_errors(values["algorithm"])
+
+
+def _plugin_nodes(cfg: RunConfig) -> list[tuple[Any, Mapping[str, Any], str]]:
+    """(registry, node, where) of every plugin node; importing the registries imports torch."""
+    from moerl.algorithms import registries
+    from moerl.data.sources import prompt_sources
+    from moerl.envs import environments
+    from moerl.rewards import rewards
+    from moerl.rollout.engine import engines
+    from moerl.weight_sync.transport import transports
+
+    a = cfg.algorithm
+    nodes: list[tuple[Any, Mapping[str, Any], str]] = [
+        (registries.trust_regions, a.trust, "algorithm.trust"),
+        (registries.aggregations, a.aggregation, "algorithm.aggregation"),
+        (registries.corrections, a.correction, "algorithm.correction"),
+        (registries.advantage_transforms, a.advantage.transform, "algorithm.advantage.transform"),
+        (registries.advantage_posts, a.advantage.post, "algorithm.advantage.post"),
+        (engines, cfg.rollout.engine, "rollout.engine"),
+        (environments, cfg.rollout.environment, "rollout.environment"),
+        (transports, cfg.weight_sync.transport, "weight_sync.transport"),
+    ]
+    nodes += [(registries.shapings, node, f"algorithm.shaping[{i}]") for i, node in enumerate(a.shaping)]
+    nodes += [(registries.filters, node, f"algorithm.filters[{i}]") for i, node in enumerate(a.filters)]
+    nodes += [(rewards, node, f"reward.rewards[{i}]") for i, node in enumerate(cfg.reward.rewards)]
+    nodes += [(prompt_sources, d.source, f"data.train[{i}].source") for i, d in _datasets(cfg.data.train)]
+    nodes += [(prompt_sources, d.source, f"evaluation.sets[{i}].source") for i, d in _datasets(cfg.evaluation.sets)]
+    return nodes
+
+
+def _datasets(items: Sequence[DatasetConfig]) -> list[tuple[int, DatasetConfig]]:
+    return list(enumerate(items))

@@ -1,0 +1,31 @@
+"""The end of a run: weights as a Hugging Face folder, summary.json, report.html, and the table a person sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import RenderableType
+
+from moerl.analysis.report import write_report
+from moerl.analysis.run_folder import read_metrics
+from moerl.config.schema import RunConfig
+from moerl.models.hf_export import write_hf_folder
+from moerl.protocols import Policy
+from moerl.telemetry.summary import build_summary, package_versions, summary_table, write_summary
+
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+HF_FOLDER = "hf"
+
+
+def finish_run(cfg: RunConfig, folder: Path, policy: Policy, seconds: float) -> RenderableType:
+    """Write what a finished run leaves behind; returns the summary to print."""
+    if cfg.checkpoint.export_hf:
+        dtype = EXPORT_DTYPES[cfg.checkpoint.export_dtype]
+        write_hf_folder(folder / HF_FOLDER, policy.export(), cfg.model.path, dtype=dtype)
+    rows = read_metrics(folder)
+    summary = build_summary(rows, seed=cfg.run.seed, seconds=seconds, versions=package_versions(), folder=folder)
+    write_summary(folder, summary)
+    if cfg.telemetry.report:
+        write_report(folder)
+    return summary_table(summary)

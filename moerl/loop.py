@@ -1,0 +1,149 @@
+"""The training loop; the first file to read. Synchronous and asynchronous training are the same loop.
+
+Prompt --rollout--> RolloutGroup --credit--> Sample --pack--> StepBatch --score--> StepBatch --update--> Metrics
+^                                                                                        |
++------------------------------ publish: weights, version + 1 <--------------------------+
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moerl.checkpoint import Checkpoint, CheckpointStore
+from moerl.contract import StepZeroContract
+from moerl.errors import Interrupted, NumericsError
+from moerl.evaluate import Evaluator
+from moerl.metrics import Metrics, Sum, merge_into, to_floats
+from moerl.probe import RouteProbe
+from moerl.protocols import Policy, Rollouts
+from moerl.records import Records
+from moerl.stop import StopSignal
+from moerl.types import RolloutGroup, Sample, StepBatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the loop does what."""
+
+    num_steps: int
+    evaluate_every: int
+    checkpoint_every: int
+
+    def evaluates(self, step: int) -> bool:
+        """Whether to evaluate after `step`."""
+        return step == self.num_steps or bool(self.evaluate_every and step % self.evaluate_every == 0)
+
+    def saves(self, step: int) -> bool:
+        """Whether to save after `step`."""
+        return step == self.num_steps or bool(self.checkpoint_every and step % self.checkpoint_every == 0)
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """What the loop walks through; wired by `build.py`."""
+
+    rollouts: Rollouts
+    credit: Callable[[Sequence[RolloutGroup]], tuple[list[Sample], Metrics]]
+    pack: Callable[[Sequence[Sample], int], StepBatch]
+    policy: Policy
+    objective: Any
+    publish: Callable[[], Metrics]
+    """Send the policy's weights to the engines under its version."""
+    evaluator: Evaluator
+    probe: RouteProbe
+    start_probe: Callable[[], None]
+    contract: StepZeroContract
+    checkpoints: CheckpointStore
+    records: Records
+
+
+def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> None:
+    """Run the remaining steps of a run.
+
+    Raises:
+        Interrupted: Ctrl-C or SIGTERM came; the state of the last finished step is saved.
+        NumericsError: a loss or gradient was not finite; the batch is dumped, the weights are those of before.
+    """
+    with StopSignal() as stop, rooms.records:
+        first = _resume(rooms, resume_from) if resume_from else _start(rooms)
+        for step in range(first, schedule.num_steps + 1):
+            metrics = _train_step(rooms, step)
+            if schedule.evaluates(step):
+                with rooms.records.phase("evaluate"):
+                    merge_into(metrics, rooms.evaluator.run())
+            rooms.records.step(step, metrics)
+            if schedule.saves(step) or stop.requested:
+                _save(rooms, step)
+            if stop.requested and step < schedule.num_steps:
+                raise Interrupted(f"stopped after step {step} of {schedule.num_steps}; its state is saved")
+
+
+def _train_step(rooms: Rooms, step: int) -> Metrics:
+    records = rooms.records
+    with records.phase("rollout"):
+        groups, metrics = rooms.rollouts.take(step, rooms.policy.version)
+    records.rollouts(step, groups)
+    samples, new = rooms.credit(groups)
+    merge_into(metrics, new)
+    live = [sample for sample in samples if sample.loss_mask.any()]
+    if not live:
+        logger.warning("step %d: no token to train on (every group was filtered or masked); the weights stay", step)
+        return merge_into(metrics, {"optim/skipped_steps": Sum(1.0)})
+    with records.phase("pack"):
+        batch = rooms.pack(live, step)
+    with records.phase("score"):
+        batch, new = rooms.policy.score(batch, rooms.objective.needs)
+    merge_into(metrics, new)
+    records.batch(step, batch)
+    try:
+        with records.phase("update"):
+            merge_into(metrics, rooms.policy.update(batch, rooms.objective))
+    except NumericsError as error:
+        path = records.dump(step, batch, reason=str(error))
+        raise NumericsError(f"step {step}: {error}; the optimizer was not stepped; the batch is in {path}") from error
+    if step == 1:
+        records.extra(rooms.contract.check(to_floats(metrics)))
+    with records.phase("publish"):
+        merge_into(metrics, rooms.publish())
+    with records.phase("probe"):
+        merge_into(metrics, rooms.probe.measure())
+    return metrics
+
+
+def _start(rooms: Rooms) -> int:
+    """A fresh run: publish the weights, evaluate the policy as it came, fix the probe; returns the first step."""
+    with rooms.records.phase("publish"):
+        metrics = rooms.publish()
+    with rooms.records.phase("evaluate"):
+        merge_into(metrics, rooms.evaluator.run())
+    rooms.start_probe()
+    rooms.records.step(0, metrics)
+    return 1
+
+
+def _resume(rooms: Rooms, checkpoint: Checkpoint) -> int:
+    """Restore everything of `checkpoint`; returns the first step to do."""
+    state = checkpoint.loop_state()
+    rooms.policy.load(checkpoint.learner)
+    rooms.rollouts.load_state_dict(state["rollouts"])
+    rooms.records.load_state_dict(state["records"])
+    rooms.publish()
+    rooms.probe.load_state_dict(state["probe"])
+    rooms.records.message(f"going on from step {checkpoint.step} ({checkpoint.folder})")
+    return checkpoint.step + 1
+
+
+def _save(rooms: Rooms, step: int) -> None:
+    state: Mapping[str, Any] = {
+        "step": step,
+        "rollouts": rooms.rollouts.state_dict(),
+        "records": rooms.records.state_dict(),
+        "probe": rooms.probe.state_dict(),
+    }
+    with rooms.records.phase("checkpoint"):
+        rooms.checkpoints.save(step, rooms.policy, state)

@@ -1,0 +1,92 @@
+"""Route drift on a fixed probe: the policy's own answers at step 0, run through the router again after every step.
+
+`route_probe/*` compares the routes before and after one step's updates, `route_long/*` those of step 0 and now. Since
+the tokens never change, nothing but the weights moves these numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moerl.algorithms.route_metrics import route_metrics
+from moerl.metrics import Metrics, merge_into
+from moerl.types import MicroBatch, RolloutGroup, RouterStats, Sample
+
+Observe = Callable[[Sequence[MicroBatch]], list[RouterStats]]
+Pack = Callable[[Sequence[Sample]], Sequence[MicroBatch]]
+
+
+class RouteProbe:
+    """Fixed sequences and what the routers said of them at step 0 and at the last step."""
+
+    def __init__(self, observe: Observe, pack: Pack) -> None:
+        """`observe` runs the learner forward only; `pack` makes micro-batches of samples."""
+        self._observe = observe
+        self._pack = pack
+        self._samples: list[Sample] = []
+        self._first: RouterStats | None = None
+        self._last: RouterStats | None = None
+
+    def start(self, groups: Sequence[RolloutGroup]) -> None:
+        """Fix the probe's sequences and take the routes of step 0."""
+        trajectories = [t for group in groups for t in group.trajectories if t.status == "ok" and t.loss_mask.any()]
+        self._samples = [_probe_sample(i, t.token_ids, t.loss_mask) for i, t in enumerate(trajectories)]
+        if self._samples:
+            self._first = self._last = self._routes()
+
+    def measure(self) -> Metrics:
+        """Metrics of the pairs (last step, now) and (step 0, now); {} where there is no probe."""
+        if self._first is None or self._last is None:
+            return {}
+        now = self._routes()
+        metrics = _compare(self._last, now, "route_probe")
+        merge_into(metrics, _compare(self._first, now, "route_long"))
+        self._last = now
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sequences and the routes of step 0; those of the last step come from the restored weights."""
+        if self._first is None or self._first.log_probs is None:
+            return {}
+        return {
+            "tokens": [s.token_ids.tolist() for s in self._samples],
+            "masks": [s.loss_mask.astype(int).tolist() for s in self._samples],
+            "first_routes": self._first.own_routes.tolist(),
+            "first_log_probs": self._first.log_probs.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore; call it after the learner's weights are restored."""
+        if not state:
+            return
+        self._samples = [
+            _probe_sample(i, np.asarray(tokens, dtype=np.int32), np.asarray(mask, dtype=bool))
+            for i, (tokens, mask) in enumerate(zip(state["tokens"], state["masks"], strict=True))
+        ]
+        self._first = RouterStats(torch.tensor(state["first_routes"]), torch.tensor(state["first_log_probs"]))
+        self._last = self._routes()
+
+    def _routes(self) -> RouterStats:
+        parts = self._observe(self._pack(self._samples))
+        return RouterStats(_cat([p.own_routes for p in parts]), _cat([p.log_probs for p in parts]))
+
+
+def _cat(parts: Sequence[Tensor | None]) -> Tensor:
+    return torch.cat([part for part in parts if part is not None])
+
+
+def _compare(before: RouterStats, after: RouterStats, prefix: str) -> Metrics:
+    mask = torch.ones(after.own_routes.shape[0], dtype=torch.bool)
+    return route_metrics(
+        before.own_routes, after.own_routes, mask, prefix=prefix, a_logq=before.log_probs, b_logq=after.log_probs
+    )
+
+
+def _probe_sample(index: int, token_ids: np.ndarray, mask: np.ndarray) -> Sample:
+    zeros = np.zeros(len(token_ids), dtype=np.float32)
+    return Sample(index, index, f"probe/{index}", token_ids, mask, zeros, zeros, 0.0, 1.0)

@@ -1,0 +1,146 @@
+"""What a run writes down: one object that the loop tells what happens; it knows sinks, timers, progress and dumps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from moerl.algorithms.route_metrics import LoadTracker
+from moerl.metrics import Metrics, merge_into, to_floats
+from moerl.protocols import MetricSink
+from moerl.telemetry.progress import Progress
+from moerl.telemetry.sinks import LoadSink, sample_record
+from moerl.telemetry.timers import Timers
+from moerl.types import RolloutGroup, StepBatch
+
+
+@dataclass(frozen=True)
+class RecordSettings:
+    """Where and how much."""
+
+    folder: Path
+    samples_per_step: int
+    dump_batches: bool
+    num_experts: int
+
+
+@dataclass
+class Records:
+    """Context manager around the loop."""
+
+    settings: RecordSettings
+    sinks: MetricSink
+    loads: LoadSink
+    progress: Progress
+    timers: Timers
+    dump_batch: Callable[[Path, StepBatch, Mapping[str, Any]], None]
+    tracker: LoadTracker = field(default_factory=LoadTracker)
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _extra: dict[str, float] = field(default_factory=dict)
+    _load_metrics: Metrics = field(default_factory=dict)
+    _started: float = field(default_factory=time.monotonic)
+    _seconds_before: float = 0.0
+
+    def __enter__(self) -> Self:
+        """Open the progress display; the files are open already."""
+        self._stack.enter_context(self.progress)
+        self._stack.callback(self.loads.close)
+        self._stack.callback(self.sinks.close)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close display and files."""
+        self._stack.close()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run so far, over resumes."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase and show it."""
+        self.progress.phase(name)
+        with self.timers(name):
+            yield
+
+    def message(self, text: str) -> None:
+        """A line for the person."""
+        self.progress.message(text)
+
+    def extra(self, values: Mapping[str, float]) -> None:
+        """More values for the record of the current step."""
+        self._extra.update(values)
+
+    def rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Write a few of the step's rollouts, spread over the groups."""
+        tokens = sum(t.response_length for group in groups for t in group.trajectories)
+        self.timers.count_tokens("rollout", tokens, phases=("rollout",))
+        wanted = min(self.settings.samples_per_step, len(groups))
+        chosen = [groups[i * len(groups) // wanted] for i in range(wanted)]
+        self.sinks.log_samples(step, [sample_record(group.prompt, group.trajectories[0]) for group in chosen])
+
+    def batch(self, step: int, batch: StepBatch) -> None:
+        """Count the scored batch's tokens, its expert load, and dump it where asked."""
+        self.timers.count_tokens("learn", batch.num_tokens, phases=("score", "update"))
+        load = expert_load(batch, self.settings.num_experts)
+        if load is not None:
+            self.loads.log(step, load.tolist())
+            merge_into(self._load_metrics, self.tracker.update(load))
+        if self.settings.dump_batches:
+            self.dump(step, batch, reason="telemetry.dump_batches")
+
+    def dump(self, step: int, batch: StepBatch, *, reason: str) -> Path:
+        """Write the batch to `<run>/batches/step_N.npz`; returns the path."""
+        path = self.settings.folder / "batches" / f"step_{step:06d}.npz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.dump_batch(path, batch, {"step": step, "reason": reason})
+        return path
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Write the record of a step."""
+        merge_into(metrics, self._load_metrics)
+        merge_into(metrics, self.timers.collect())
+        values = to_floats(metrics) | self._extra
+        self._load_metrics, self._extra = {}, {}
+        self.sinks.log(step, values)
+        self.progress.step(step, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seconds so far and the load tracker's memory."""
+        return {"seconds": self.seconds, "load": self.tracker.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them."""
+        self._seconds_before = float(state["seconds"])
+        self.tracker.load_state_dict(state["load"])
+
+
+def expert_load(batch: StepBatch, num_experts: int) -> np.ndarray | None:
+    """Share of the live tokens' expert slots by layer and expert, [l, e]; None where no routes were taken.
+
+    Counted once per sample (the first epoch), on the routers' own choice at the weights of the score pass. Token j
+    counts the row that predicts it, j - 1.
+    """
+    counts: torch.Tensor | None = None
+    for minibatch in batch.minibatches[: batch.num_score_minibatches]:
+        for micro in minibatch:
+            if micro.old_routes is None:
+                return None
+            rows = torch.nonzero(micro.mask).squeeze(-1) - 1
+            routes = micro.old_routes[rows]  # [live, l, k]
+            one = torch.stack([torch.bincount(layer.reshape(-1), minlength=num_experts) for layer in routes.unbind(1)])
+            counts = one if counts is None else counts + one
+    if counts is None:
+        return None
+    return (counts / counts.sum(-1, keepdim=True).clamp_min(1)).double().cpu().numpy()

@@ -1,0 +1,98 @@
+"""The run folder: made, taken over, or set aside, before anything is written into it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from moerl.checkpoint import Checkpoint, CheckpointStore
+from moerl.config.load import as_dict, read_values, resolved_yaml
+from moerl.config.resume import check_resume
+from moerl.config.schema import RunConfig
+from moerl.errors import CheckpointError, ConfigError
+from moerl.models.hf_folder import read_config
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+CHECKPOINTS = "checkpoints"
+
+
+def folder_of(cfg: RunConfig) -> Path:
+    """`<run.output_dir>/<run.name>`."""
+    return Path(cfg.run.output_dir) / cfg.run.name
+
+
+def model_id(path: str) -> str:
+    """Digest of what makes two checkpoints compatible: the architecture, not where it came from."""
+    config = read_config(path)
+    ignored = {"torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache"}
+    kept = {key: value for key, value in config.items() if key not in ignored}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def find_checkpoint(cfg: RunConfig, store: CheckpointStore) -> Checkpoint | None:
+    """The checkpoint to go on from, its configuration held against `cfg`; None to start anew. Writes nothing.
+
+    Raises:
+        ConfigError: the run was made with settings that may not change.
+        CheckpointError: `run.resume=required` without a checkpoint, or a damaged one.
+    """
+    folder = folder_of(cfg)
+    if cfg.run.resume == "never":
+        return None
+    if not store.steps():
+        if cfg.run.resume == "required":
+            raise CheckpointError(f"run.resume=required, but {store.folder} has no complete checkpoint")
+        return None
+    if (folder / CONFIG_FILE).is_file():
+        check_resume(read_values(folder / CONFIG_FILE), as_dict(cfg))
+    return store.latest(on_corrupt=cfg.checkpoint.on_corrupt)
+
+
+def prepare(cfg: RunConfig, *, resumes: bool) -> Path:
+    """Make the run folder and write its config.yaml; an earlier run that does not go on is set aside, not deleted."""
+    folder = folder_of(cfg)
+    if not resumes and (folder / CONFIG_FILE).exists():
+        _set_aside(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f"{CONFIG_FILE}.tmp"
+    temporary.write_text(resolved_yaml(cfg))
+    temporary.replace(folder / CONFIG_FILE)
+    return folder
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold the run folder: two processes in one folder would tear each other's files. The lock dies with the process.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.parent / f".{folder.name}.lock"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} is in use by another moerl process; wait for it or choose another run.name"
+            ) from error
+        yield
+    finally:
+        os.close(handle)
+
+
+def _set_aside(folder: Path) -> None:
+    stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    target = folder.with_name(f"{folder.name}.before-{stamp}")
+    folder.rename(target)
+    logger.warning("an earlier run in %s was set aside as %s", folder, target.name)

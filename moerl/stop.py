@@ -1,0 +1,38 @@
+"""Ctrl-C and SIGTERM: finish the step, save, say how to go on; a second Ctrl-C stops at once."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+logger = logging.getLogger(__name__)
+
+
+class StopSignal:
+    """Context manager that turns the first SIGINT or SIGTERM into a flag the loop reads between steps."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Take over SIGINT and SIGTERM."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Give them back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        logger.warning("%s: stopping after this step; once more stops at once", signal.Signals(number).name)
