@@ -1,0 +1,71 @@
+"""From a scored micro-batch to `LossInputs`, and from score results back into the step's batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moerl.algorithms.types import LossInputs
+from moerl.errors import ConfigError
+from moerl.mcore.step import TokenScores
+from moerl.types import MicroBatch, StepBatch
+
+FILLED = frozenset({"old_logprobs", "ref_logprobs", "entropy", "router_shift", "rewards", "group_ids"})
+"""Optional fields of `LossInputs` that this learner can fill; values need a critic."""
+
+
+def loss_inputs(
+    batch: MicroBatch, scores: TokenScores, needs: frozenset[str], *, router_shift: Tensor | None = None
+) -> LossInputs:
+    """What the objective sees of one micro-batch; old logprobs that no score pass filled are the current ones, detached."""
+    current = scores.logprobs.detach()
+
+    def where_live(values: Tensor | None) -> Tensor:
+        return current if values is None else torch.where(batch.mask, values, current)
+
+    makers: dict[str, Callable[[], Tensor | None]] = {
+        "old_logprobs": lambda: where_live(batch.old_logprobs),
+        "ref_logprobs": lambda: where_live(batch.ref_logprobs),
+        "entropy": lambda: scores.entropy,
+        "router_shift": lambda: router_shift,
+        "rewards": lambda: batch.rewards,
+        "group_ids": lambda: batch.group_ids,
+    }
+    if "ref_logprobs" in needs and batch.ref_logprobs is None:
+        raise ConfigError("the objective reads ref_logprobs, but the batch was not scored for them; call score first")
+    optional = {name: maker() for name, maker in makers.items() if name in needs}
+    return LossInputs(
+        logprobs=scores.logprobs,
+        rollout_logprobs=where_live(batch.rollout_logprobs),
+        advantages=batch.advantages,
+        mask=batch.mask,
+        weights=batch.weights,
+        seq_ids=batch.seq_ids,
+        num_seqs=batch.num_seqs,
+        constants=batch.constants,
+        optional={name: value for name, value in optional.items() if value is not None},
+    )
+
+
+def fill_step(batch: StepBatch, scored: Sequence[MicroBatch], filled: Sequence[dict[str, Tensor]]) -> StepBatch:
+    """Put the fields of the scored micro-batches into every epoch: as they are, or sample by sample where packs differ."""
+    if not any(filled):
+        return batch
+    by_pack = {micro.sample_ids: fields for micro, fields in zip(scored, filled, strict=True)}
+    by_sample: dict[int, dict[str, Tensor]] = {}
+    for micro, fields in zip(scored, filled, strict=True):
+        bounds = micro.cu_seqlens.tolist()
+        for i, sample in enumerate(micro.sample_ids):
+            by_sample[sample] = {name: value[bounds[i] : bounds[i + 1]] for name, value in fields.items()}
+
+    def fill(micro: MicroBatch) -> MicroBatch:
+        fields = by_pack.get(micro.sample_ids)
+        if fields is None:
+            parts = [by_sample[sample] for sample in micro.sample_ids]
+            fields = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return replace(micro, **fields)  # pyright: ignore[reportArgumentType] names of tensor fields only
+
+    return replace(batch, minibatches=tuple(tuple(fill(micro) for micro in mini) for mini in batch.minibatches))

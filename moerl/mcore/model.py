@@ -1,0 +1,253 @@
+"""Family + config -> GPTModel for packed sequences, whose output is log-probabilities, not logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from moerl.config.schema import ModelSection, PrecisionSection
+from moerl.errors import ConfigError
+from moerl.mcore.local_spec import PackedRotaryEmbedding, block_spec, packed_layout
+from moerl.mcore.parallel import ParallelState
+from moerl.mcore.router_replay import RouteController
+from moerl.mcore.vocab_parallel import VocabShard, linear_logprobs, shift_support
+from moerl.models.family import GPT_ARGUMENTS, ModelFamily, family_of
+from moerl.models.hf_folder import read_config
+from moerl.models.rules import padded_vocab_size
+from moerl.types import MicroBatch
+
+VOCAB_MULTIPLE = 1
+"""Rows of the vocabulary per tensor-parallel rank are padded to a multiple of this."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A Hugging Face folder and the family that reads it."""
+
+    folder: Path
+    hf: Mapping[str, Any]
+    """config.json."""
+    family: ModelFamily
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Megatron's settings, as the family says them."""
+        return self.family.transformer_kwargs(self.hf)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layer numbers (from 1) of the MoE layers."""
+        return tuple(number for number, is_moe in enumerate(self.kwargs["moe_layer_freq"], 1) if is_moe)
+
+    @property
+    def vocab_size(self) -> int:
+        """Without padding."""
+        return int(self.kwargs["vocab_size"])
+
+
+def read_source(section: ModelSection) -> ModelSource:
+    """Read config.json of `section.path` and find its family.
+
+    Raises:
+        DataError: no folder, no config.json, or one that is not JSON.
+        CheckpointError: an architecture or a field that no family supports.
+    """
+    folder = Path(section.path)
+    hf = read_config(folder)
+    return ModelSource(folder, hf, family_of(hf, section.family))
+
+
+def transformer_config(
+    source: ModelSource,
+    *,
+    section: ModelSection,
+    precision: PrecisionSection,
+    parallel: ParallelState,
+    is_bias_frozen: bool,
+) -> TransformerConfig:
+    """TransformerConfig of the run; what the family says, plus precision, layout, recomputation, dropout and balancing.
+
+    `is_bias_frozen` holds the routers' balancing bias (replay and frozen routers need that).
+
+    Raises:
+        ConfigError: a precision, recomputation mode or combination that this build cannot run.
+    """
+    fields = {name: value for name, value in source.kwargs.items() if name not in GPT_ARGUMENTS}
+    activation = fields.pop("activation_func")
+    if activation != "silu":
+        raise ConfigError(f"model family asks for activation {activation!r}; only 'silu' is built")
+    if precision.fp8 != "none":
+        raise ConfigError(f"precision.fp8 is {precision.fp8!r}; fp8 needs TransformerEngine on a GPU, set `none`")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(precision.params)
+    if dtype is None:
+        raise ConfigError(f"precision.params is {precision.params!r}; allowed: fp32, bf16")
+    if is_bias_frozen and fields.get("moe_router_enable_expert_bias"):
+        fields["moe_router_bias_update_rate"] = 0.0
+    fields.update(_recompute(precision.recompute))
+    fields.update(_implementation())
+    return TransformerConfig(
+        **fields,
+        activation_func=F.silu,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=parallel.tp.size,
+        pipeline_model_parallel_size=parallel.pp.size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        expert_model_parallel_size=parallel.ep.size,
+        expert_tensor_parallel_size=parallel.etp.size,
+        context_parallel_size=parallel.cp.size,
+        sequence_parallel=parallel.is_sequence_parallel,
+        variable_seq_lengths=parallel.pp.size > 1,
+        attention_dropout=section.attention_dropout,
+        hidden_dropout=section.hidden_dropout,
+        moe_router_load_balancing_type="aux_loss" if section.aux_loss_coefficient > 0 else "none",
+        moe_aux_loss_coeff=section.aux_loss_coefficient,
+        moe_router_dtype="fp32",
+        moe_token_dispatcher_type="alltoall",
+        use_cpu_initialization=True,
+        # Every parameter comes from a file or from moerl's own seeded initialisation.
+        perform_initialization=False,
+    )
+
+
+def _recompute(mode: str) -> dict[str, Any]:
+    if mode == "none":
+        return {}
+    if mode == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
+    if mode == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    raise ConfigError(f"precision.recompute is {mode!r}; allowed: none, selective, full")
+
+
+def uses_transformer_engine() -> bool:
+    """Whether the TransformerEngine layer spec is used: where CUDA is there and TE is installed."""
+    if not torch.cuda.is_available():
+        return False
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return bool(HAVE_TE)
+
+
+def _implementation() -> dict[str, Any]:
+    fused = uses_transformer_engine()
+    return {
+        "apply_rope_fusion": fused,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "moe_grouped_gemm": fused,
+    }
+
+
+class PackedGPTModel(GPTModel):
+    """GPTModel over packed sequences; its last stage returns [2, t]: log-probabilities and entropies of the given tokens."""
+
+    routes: RouteController
+    true_vocab_size: int = 0
+    """Without padding."""
+
+    def score_hidden(
+        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: MicroBatch, **_: Any
+    ) -> Tensor:
+        """Megatron's hook for what comes after the last layer; `hidden_states` [t, 1, h] (a slice of rows under SP)."""
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        weight = output_layer.weight if output_weight is None else output_weight
+        batch = context
+        values = linear_logprobs(
+            hidden[:-1, 0],
+            weight,
+            batch.token_ids[1:],
+            batch.temperature[1:],
+            support=None if batch.support is None else shift_support(batch.support),
+            shard=self._vocab_shard(weight.shape[0]),
+        )
+        shifted = F.pad(torch.stack(values), (1, 0))
+        return shifted.masked_fill(batch.position_ids == 0, 0.0)
+
+    def _vocab_shard(self, rows: int) -> VocabShard:
+        group = self.pg_collection.tp
+        start = group.rank() * rows
+        size = max(0, min(rows, self.true_vocab_size - start))
+        return VocabShard(start, size, group if group.size() > 1 else None)
+
+
+def build_chunks(source: ModelSource, config: TransformerConfig, parallel: ParallelState) -> list[torch.nn.Module]:
+    """This rank's model chunks (one without interleaving), uninitialised, on the training device, in training dtype."""
+    stages: list[int | None] = [None] if parallel.virtual_pipeline is None else list(range(parallel.virtual_pipeline))
+    return [_build_chunk(source, config, parallel, stage) for stage in stages]
+
+
+def _build_chunk(
+    source: ModelSource, config: TransformerConfig, parallel: ParallelState, stage: int | None
+) -> torch.nn.Module:
+    kwargs = source.kwargs
+    arguments = {name: kwargs[name] for name in GPT_ARGUMENTS if name in kwargs}
+    vocab = arguments.pop("vocab_size")
+    use_te = uses_transformer_engine()
+    first_stage, last_stage = stage in (None, 0), stage in (None, (parallel.virtual_pipeline or 1) - 1)
+    model = PackedGPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, use_te=use_te, vp_stage=stage),
+        vocab_size=padded_vocab_size(vocab, VOCAB_MULTIPLE, parallel.tp.size),
+        pre_process=parallel.pp.rank == 0 and first_stage,
+        post_process=parallel.is_last_stage and last_stage,
+        parallel_output=True,
+        vp_stage=stage,
+        **arguments,
+    )
+    model.true_vocab_size = vocab
+    if not use_te:
+        model.rotary_pos_emb = PackedRotaryEmbedding(
+            kv_channels=config.kv_channels,
+            rotary_percent=arguments["rotary_percent"],
+            rotary_interleaved=config.rotary_interleaved,
+            rotary_base=arguments["rotary_base"],
+            use_cpu_initialization=True,
+            cp_group=model.pg_collection.cp,
+        )
+    if torch.cuda.is_available():
+        model.cuda(torch.cuda.current_device())
+    model.routes = RouteController(model, moe_layers=source.moe_layers, rows=parallel.router_rows)
+    return Float16Module(config, model) if config.bf16 else model
+
+
+def score_tokens(module: torch.nn.Module, batch: MicroBatch) -> Tensor:
+    """Forward of one micro-batch: [2, t] float32 on the last stage (row 0: logprobs, row 1: entropy), else hidden states.
+
+    Entry j speaks of token j given the tokens before it; it is 0 at the first token of every sequence.
+    """
+    return module(
+        batch.token_ids[None],
+        batch.position_ids[None],
+        None,
+        packed_seq_params=packed_layout(batch),
+        output_processor=unwrap(module).score_hidden,
+        output_processor_context=batch,
+    )
+
+
+def unwrap(module: torch.nn.Module) -> PackedGPTModel:
+    """The model inside DDP and Float16Module."""
+    while not isinstance(module, PackedGPTModel):
+        inner = module.module
+        assert isinstance(inner, torch.nn.Module)
+        module = inner
+    return module

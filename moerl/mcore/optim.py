@@ -1,0 +1,136 @@
+"""Megatron's DDP and optimizer, the learning-rate schedule, clipping, and the check that nothing is NaN before a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from moerl.config.schema import OptimSection
+from moerl.errors import ConfigError, NumericsError
+from moerl.mcore.parallel import ParallelState
+from moerl.metrics import Last, Max, Mean, Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Learning rate by step (a batch of rollouts, all its minibatches alike)."""
+
+    lr: float
+    min_lr: float
+    warmup_steps: int
+    kind: str
+    decay_start: int
+    decay_end: int
+
+    @classmethod
+    def of(cls, section: OptimSection, num_steps: int) -> Schedule:
+        """From the configuration.
+
+        Raises:
+            ConfigError: an unknown schedule, or a decay that ends before it starts.
+        """
+        if section.schedule not in ("constant", "linear", "cosine"):
+            raise ConfigError(f"optim.schedule is {section.schedule!r}; allowed: constant, linear, cosine")
+        start = max(section.constant_steps, section.warmup_steps)
+        end = num_steps if section.decay_steps is None else section.decay_steps
+        if section.schedule != "constant" and end < start:
+            raise ConfigError(
+                f"optim.decay_steps is {end}, before the decay starts at step {start} (warmup_steps, constant_steps); raise it"
+            )
+        min_lr = section.lr * section.min_lr_fraction
+        return cls(section.lr, min_lr, section.warmup_steps, section.schedule, start, end)
+
+    def at(self, step: int) -> float:
+        """Rate of step `step`, counted from 0: the warm-up reaches `lr` at its last step."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.kind == "constant" or step <= self.decay_start:
+            return self.lr
+        if step >= self.decay_end:
+            return self.min_lr
+        done = (step - self.decay_start) / (self.decay_end - self.decay_start)
+        share = 1.0 - done if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.min_lr + (self.lr - self.min_lr) * share
+
+
+def wrap_chunks(chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> list[DistributedDataParallel]:
+    """Megatron's DDP around every chunk; gradients are accumulated and averaged over dp x cp in float32."""
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+    ]
+
+
+class Optimizer:
+    """Megatron's optimizer with moerl's schedule and finiteness check."""
+
+    def __init__(
+        self, section: OptimSection, chunks: list[DistributedDataParallel], parallel: ParallelState, *, num_steps: int
+    ) -> None:
+        """Over the parameters of `chunks` that require gradients.
+
+        Raises:
+            ConfigError: an unknown optimizer or schedule.
+        """
+        if section.name not in ("adam", "sgd"):
+            raise ConfigError(f"optim.name is {section.name!r}; allowed: adam, sgd")
+        self.schedule = Schedule.of(section, num_steps)
+        self._weight_decay = section.weight_decay
+        self._chunks = chunks
+        self._parallel = parallel
+        dtype = chunks[0].config.params_dtype
+        settings = OptimizerConfig(
+            optimizer=section.name,
+            lr=section.lr,
+            weight_decay=section.weight_decay,
+            adam_beta1=section.beta1,
+            adam_beta2=section.beta2,
+            adam_eps=section.eps,
+            sgd_momentum=0.0,
+            clip_grad=section.clip_grad_norm,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+        )
+        self.inner: Any = get_megatron_optimizer(settings, chunks)  # pyright: ignore[reportArgumentType] DDP is a MegatronModule
+
+    def zero_grad(self) -> None:
+        """Clear gradients and their buffers."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.inner.zero_grad()
+
+    def step(self, losses: Sequence[Tensor], step: int) -> Metrics:
+        """Check `losses` (one per micro-batch; none on ranks without the loss) and the gradient norm, then clip and step.
+
+        Raises:
+            NumericsError: either is not finite; on every rank, before any weight moved.
+        """
+        self.inner.prepare_grads()
+        norm = self.inner.get_grad_norm()
+        norm = (
+            norm
+            if torch.is_tensor(norm)
+            else torch.tensor(norm, dtype=torch.float32, device=torch.cuda.current_device())
+        )
+        total = torch.stack(list(losses)).sum() if losses else torch.zeros_like(norm)
+        if not self._parallel.all_true(torch.isfinite(norm.squeeze()) & torch.isfinite(total)):
+            raise NumericsError(
+                f"step {step}: loss {float(total)} and gradient norm {float(norm)}; one is not finite, so the optimizer was "
+                "not stepped and the weights are those before this minibatch: inspect the dumped batch"
+            )
+        rate = self.schedule.at(step)
+        for group in self.inner.param_groups:
+            group["lr"] = rate * group["lr_mult"]
+            group["weight_decay"] = self._weight_decay * group["wd_mult"]
+        succeeded, _, _ = self.inner.step()
+        assert succeeded
+        size = norm.detach().squeeze()
+        return {"optim/grad_norm": Mean(size), "optim/grad_norm_max": Max(size), "optim/lr": Last(rate)}

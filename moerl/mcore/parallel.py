@@ -1,0 +1,176 @@
+"""Ranks and groups by name: `ParallelState` is made once and passed to whoever needs it.
+
+The only file that talks to megatron's global `parallel_state`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from moerl.config.schema import ParallelSection
+from moerl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One parallel axis, seen from this rank."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelState:
+    """Every axis of the layout; sizes multiply to the world size within the dense part and within the expert part."""
+
+    dp: Axis
+    """Data."""
+    dp_cp: Axis
+    """Data and context together: the ranks that DDP averages gradients over."""
+    tp: Axis
+    """Tensor."""
+    pp: Axis
+    """Pipeline."""
+    cp: Axis
+    """Context."""
+    ep: Axis
+    """Expert."""
+    etp: Axis
+    """Expert tensor."""
+    virtual_pipeline: int | None
+    """Model chunks per rank; None without interleaving."""
+    world_size: int
+    rank: int
+
+    @property
+    def is_sequence_parallel(self) -> bool:
+        """Megatron trains MoE layers under tensor parallelism only with sequence parallelism."""
+        return self.tp.size > 1
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage, where the loss is."""
+        return self.pp.rank == self.pp.size - 1
+
+    def router_rows(self, num_tokens: int) -> slice:
+        """The rows of a pack of `num_tokens` that this rank's routers see: all, or its slice under sequence parallelism."""
+        if not self.is_sequence_parallel:
+            return slice(0, num_tokens)
+        share = num_tokens // self.tp.size
+        return slice(self.tp.rank * share, (self.tp.rank + 1) * share)
+
+    def all_true(self, flag: torch.Tensor) -> bool:
+        """Whether `flag` [] bool holds on every rank; every rank gets the same answer."""
+        if self.world_size == 1:
+            return bool(flag)
+        value = flag.to(torch.int32)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN)
+        return bool(value)
+
+    def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum over the data-parallel ranks, in place."""
+        if self.dp.size > 1:
+            dist.all_reduce(value, group=self.dp.group)
+        return value
+
+
+def initialize_parallel(section: ParallelSection, seed: int) -> ParallelState:
+    """Join the process group (torchrun's, or alone without it), build megatron's groups, seed its RNG tracker.
+
+    Called again with the same sizes it returns the same layout and seeds anew, so a process may build several policies.
+
+    Raises:
+        ConfigError: sizes that do not fit the world size, or differ from those already set up in this process.
+    """
+    _join_world()
+    world = dist.get_world_size()
+    _check_sizes(section, world)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=section.tensor,
+            pipeline_model_parallel_size=section.pipeline,
+            virtual_pipeline_model_parallel_size=section.virtual_pipeline,
+            context_parallel_size=section.context,
+            expert_model_parallel_size=section.expert,
+            expert_tensor_parallel_size=section.expert_tensor,
+        )
+    state = _describe(section, world)
+    asked = (section.tensor, section.pipeline, section.context, section.expert, section.expert_tensor)
+    have = tuple(axis.size for axis in (state.tp, state.pp, state.cp, state.ep, state.etp))
+    if asked != have:
+        raise ConfigError(
+            f"parallel: (tensor, pipeline, context, expert, expert_tensor) = {asked}, but this process already runs {have}; "
+            "one process holds one layout"
+        )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return state
+
+
+def _join_world() -> None:
+    if dist.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend)
+        return
+    # Alone: a store in memory needs neither a port nor a file that another process could take.
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _check_sizes(section: ParallelSection, world: int) -> None:
+    sizes = {
+        "tensor": section.tensor,
+        "pipeline": section.pipeline,
+        "context": section.context,
+        "expert": section.expert,
+        "expert_tensor": section.expert_tensor,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"parallel.{name} is {size}; it must be at least 1")
+    dense = section.tensor * section.pipeline * section.context
+    expert = section.expert_tensor * section.expert * section.pipeline
+    for names, product in (("tensor x pipeline x context", dense), ("expert_tensor x expert x pipeline", expert)):
+        if world % product:
+            raise ConfigError(f"parallel: {names} = {product} does not divide the {world} processes of this run")
+    if section.context > 1:
+        raise ConfigError(
+            f"parallel.context is {section.context}; context parallelism needs the context_parallel module, set 1"
+        )
+
+
+def _axis(group: dist.ProcessGroup) -> Axis:
+    return Axis(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def _describe(section: ParallelSection, world: int) -> ParallelState:
+    return ParallelState(
+        dp=_axis(parallel_state.get_data_parallel_group()),
+        dp_cp=_axis(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        tp=_axis(parallel_state.get_tensor_model_parallel_group()),
+        pp=_axis(parallel_state.get_pipeline_model_parallel_group()),
+        cp=_axis(parallel_state.get_context_parallel_group()),
+        ep=_axis(parallel_state.get_expert_model_parallel_group()),
+        etp=_axis(parallel_state.get_expert_tensor_parallel_group()),
+        virtual_pipeline=section.virtual_pipeline,
+        world_size=world,
+        rank=dist.get_rank(),
+    )
+
+
+def rng_tracker_states() -> dict[str, torch.Tensor]:
+    """States of megatron's named RNGs (dropout in sharded regions), for a checkpoint."""
+    return dict(tensor_parallel.get_cuda_rng_tracker().get_states())
+
+
+def set_rng_tracker_states(states: dict[str, torch.Tensor]) -> None:
+    """Restore what `rng_tracker_states` returned."""
+    tensor_parallel.get_cuda_rng_tracker().set_states(states)

@@ -1,0 +1,390 @@
+"""`MegatronPolicy`: the learner as the loop sees it. Score, update, observe, export, save, load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moerl.algorithms.load_metrics import LoadTracker, load_shares
+from moerl.algorithms.types import LossInputs
+from moerl.config.schema import ModelSection, OptimSection, ParallelSection, PrecisionSection
+from moerl.errors import ConfigError, DataError
+from moerl.mcore import checkpoint, moe_stats
+from moerl.mcore.inputs import FILLED, fill_step, loss_inputs
+from moerl.mcore.model import ModelSource, build_chunks, read_source, transformer_config
+from moerl.mcore.optim import Optimizer, wrap_chunks
+from moerl.mcore.parallel import ParallelState, initialize_parallel
+from moerl.mcore.router_replay import Observation
+from moerl.mcore.step import MicroResult, Routes, StepRunner, TokenScores
+from moerl.mcore.weights import WeightMap
+from moerl.metrics import Mean, Metrics, Sum, masked_mean, merge_into
+from moerl.types import MicroBatch, RouterStats, StepBatch
+
+ROUTINGS = ("none", "R2", "R3", "frozen_router", "frozen_router_bias")
+
+
+class Objective(Protocol):
+    """What `update` takes: the scalar of one micro-batch, a plain sum over its tokens."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Optional fields of `LossInputs` that it reads."""
+        ...
+
+    def __call__(self, x: LossInputs) -> tuple[Tensor, Metrics]:
+        """(loss, metrics)."""
+        ...
+
+
+@dataclass(frozen=True)
+class _OldRouting:
+    """What the score pass saw of one sample, kept for the pair (old, current)."""
+
+    own_routes: Tensor
+    log_probs: Tensor
+
+
+class MegatronPolicy:
+    """A megatron-core model, its optimizer, and a frozen copy of its first weights where a reference is needed."""
+
+    def __init__(
+        self, source: ModelSource, parallel: ParallelState, weights: WeightMap, runner: StepRunner, optimizer: Optimizer
+    ) -> None:
+        """Wire parts; use `build`."""
+        kwargs = source.kwargs
+        self.version = 0
+        """Completed updates: the step of the learning-rate schedule."""
+        self.device = torch.device(torch.cuda.current_device())
+        self.num_experts = int(kwargs["num_moe_experts"])
+        self.num_moe_layers = len(source.moe_layers)
+        self.topk = int(kwargs["moe_router_topk"])
+        self.parallel = parallel
+        self._weights = weights
+        self._runner = runner
+        self._optimizer = optimizer
+        self._routing = "none"
+        self._reference: dict[str, Tensor] | None = None
+        self._old_routing: dict[int, _OldRouting] = {}
+        self._layers = tuple(number - 1 for number in source.moe_layers)
+        self._load = LoadTracker()
+        self._gamma_min = 0.8
+        self.expert_load: Tensor | None = None
+        """[l, e] float64: each expert's share of its layer's assignments at the last step's old weights, own routing."""
+
+    @classmethod
+    def build(  # noqa: PLR0913 one argument per section, so that no function takes the whole configuration
+        cls,
+        *,
+        model: ModelSection,
+        parallel: ParallelSection,
+        precision: PrecisionSection,
+        optim: OptimSection,
+        routing: str,
+        router_shift: bool,
+        needs_reference: bool,
+        num_steps: int,
+        seed: int,
+        gamma_min: float = 0.8,
+    ) -> MegatronPolicy:
+        """Join the process group, build the model from `model.path`, fill it, wrap it for training.
+
+        Raises:
+            ConfigError: a value or combination that cannot run.
+            CheckpointError: weights that do not fill the model.
+        """
+        if routing not in ROUTINGS:
+            raise ConfigError(f"algorithm.routing is {routing!r}; allowed: {', '.join(ROUTINGS)}")
+        if router_shift and parallel.pipeline > 1:
+            raise ConfigError(
+                "algorithm.router_shift needs every layer's router on the rank of the loss; set parallel.pipeline=1"
+            )
+        source = read_source(model)
+        layout = initialize_parallel(parallel, seed)
+        config = transformer_config(
+            source, section=model, precision=precision, parallel=layout, is_bias_frozen=routing != "none"
+        )
+        chunks = build_chunks(source, config, layout)
+        weights = WeightMap(source, chunks, layout)
+        if model.init == "random":
+            weights.initialize(seed)
+        elif model.init == "weights":
+            weights.load_hf()
+        else:
+            raise ConfigError(f"model.init is {model.init!r}; allowed: weights, random")
+        weights.freeze(model.freeze, routers=routing == "frozen_router")
+        wrapped = wrap_chunks(chunks, config)
+        optimizer = Optimizer(optim, wrapped, layout, num_steps=num_steps)
+        policy = cls(source, layout, weights, StepRunner(wrapped, layout), optimizer)
+        policy._routing = routing
+        policy._gamma_min = gamma_min
+        if needs_reference:
+            policy._reference = {name: tensor.detach().clone() for name, tensor in weights.local.items()}
+        return policy
+
+    # Scoring
+
+    def score(self, batch: StepBatch, needs: frozenset[str]) -> tuple[StepBatch, Metrics]:
+        """Fill old and reference logprobs and old routing at the weights before the first minibatch.
+
+        The old pass is skipped where nothing needs it: no ratio, or one minibatch whose old policy is the current one. The
+        pair (rollout, old) is then measured by `update`.
+
+        Returns:
+            The batch with `old_logprobs`, `old_routes`, `old_router_logprobs` (and `ref_logprobs`) filled in every epoch, and
+            `route/*`, `load/*`, `mm/*` of the pair (rollout, old).
+        """
+        self._old_routing.clear()
+        first_epoch = [micro for mini in batch.minibatches[: batch.num_score_minibatches] for micro in mini]
+        filled: list[dict[str, Tensor]] = [{} for _ in first_epoch]
+        metrics: Metrics = {}
+        if self._needs_old_pass(batch, needs):
+            results = self._runner.forward(first_epoch, self._replay_for_score, observe=True)
+            self._keep_old_routing(batch, first_epoch, results)
+            for fields, micro, result in zip(filled, first_epoch, results, strict=True):
+                fields.update(self._old_fields(micro, result))
+            metrics = self._pair_metrics(first_epoch, results)
+        if "ref_logprobs" in needs:
+            with self._reference_weights():
+                results = self._runner.forward(first_epoch, _own_routes, observe=False)
+            for fields, result in zip(filled, results, strict=True):
+                fields["ref_logprobs"] = _scores(result).logprobs
+        return fill_step(batch, first_epoch, filled), metrics
+
+    def _needs_old_pass(self, batch: StepBatch, needs: frozenset[str]) -> bool:
+        if needs & {"router_shift"}:
+            return True
+        return len(batch.minibatches) > 1 and (bool(needs & {"old_logprobs"}) or self._routing == "R2")
+
+    def _replay_for_score(self, batch: MicroBatch) -> Routes:
+        return _rollout_routes(batch) if self._routing == "R3" else (None, None)
+
+    def _replay_for_update(self, batch: MicroBatch) -> Routes:
+        if self._routing == "R3":
+            return _rollout_routes(batch)
+        return (batch.old_routes, None) if self._routing == "R2" else (None, None)
+
+    def _old_fields(self, batch: MicroBatch, result: MicroResult) -> dict[str, Tensor]:
+        fields = {"old_logprobs": _scores(result).logprobs}
+        if result.observed is not None:
+            fields["old_routes"] = result.observed.own_routes
+            used = self._shift_set(batch, result.observed.own_routes)
+            fields["old_router_logprobs"] = result.observed.log_probs.gather(-1, used)
+        return fields
+
+    def _shift_set(self, batch: MicroBatch, old_routes: Tensor) -> Tensor:
+        """The experts active under the old policy [t, l, k]: its own, or the replayed ones where there are any."""
+        if self._routing != "R3" or batch.routes is None:
+            return old_routes
+        if batch.has_route is None:
+            return batch.routes
+        return torch.where(batch.has_route[:, None, None], batch.routes, old_routes)
+
+    def _pair_metrics(self, batches: Sequence[MicroBatch], results: Sequence[MicroResult]) -> Metrics:
+        metrics: Metrics = {}
+        observed = [result.observed for result in results if result.observed is not None]
+        if len(observed) == len(results):
+            metrics.update(moe_stats.rollout_pair_metrics(batches, observed, self._layers))
+            counts = moe_stats.own_counts(batches, observed, self.num_experts)
+            self.parallel.sum_over_data(counts)
+            metrics.update(self._load.update(counts, layers=self._layers))
+            self.expert_load = load_shares(counts)
+        if all(batch.routes is not None for batch in batches):
+            metrics.update(moe_stats.logprob_pair_metrics(batches, [_scores(result).logprobs for result in results]))
+        if self._routing in ("R2", "R3"):
+            for batch in batches:
+                merge_into(metrics, {"route/replay_coverage": self._coverage(batch)})
+        return metrics
+
+    def _coverage(self, batch: MicroBatch) -> Mean:
+        if self._routing == "R2" or batch.has_route is None:
+            return Mean(float(batch.num_tokens), float(batch.num_tokens))
+        return masked_mean(batch.has_route.double(), torch.ones_like(batch.has_route))
+
+    def _keep_old_routing(self, batch: StepBatch, scored: Sequence[MicroBatch], results: Sequence[MicroResult]) -> None:
+        """Log q over all experts is large: keep it for the samples of the last minibatch alone."""
+        wanted = {sample for micro in batch.minibatches[-1] for sample in micro.sample_ids}
+        for micro, result in zip(scored, results, strict=True):
+            if result.observed is None:
+                continue
+            bounds = micro.cu_seqlens.tolist()
+            for i, sample in enumerate(micro.sample_ids):
+                if sample in wanted:
+                    rows = slice(bounds[i], bounds[i + 1])
+                    seen = result.observed
+                    self._old_routing[sample] = _OldRouting(seen.own_routes[rows], seen.log_probs[rows])
+
+    # Updating
+
+    def update(self, batch: StepBatch, objective: Objective) -> Metrics:
+        """One optimizer step per minibatch.
+
+        Raises:
+            NumericsError: a loss or gradient norm that is not finite, before the optimizer moved.
+            ConfigError: the objective needs a field that this learner cannot fill.
+        """
+        unknown = sorted(objective.needs - FILLED)
+        if unknown:
+            raise ConfigError(
+                f"the objective needs {', '.join(unknown)}, which the learner cannot fill without a critic"
+            )
+        metrics: Metrics = {}
+        for index, minibatch in enumerate(batch.minibatches):
+            is_last = index == len(batch.minibatches) - 1
+            merge_into(metrics, self._update_minibatch(minibatch, objective, is_last=is_last))
+        self.version += 1
+        return metrics
+
+    def _update_minibatch(self, minibatch: Sequence[MicroBatch], objective: Objective, *, is_last: bool) -> Metrics:
+        self._optimizer.zero_grad()
+        results, gammas = self._accumulate(minibatch, objective, observe=is_last)
+        metrics: Metrics = {}
+        for micro, result in zip(minibatch, results, strict=True):
+            if result.loss is not None:
+                merge_into(metrics, result.metrics)
+                share = 1.0 / (len(minibatch) * self.parallel.dp_cp.size)
+                merge_into(metrics, {"loss": Mean(result.loss, share)})
+                merge_into(metrics, {"pg/entropy": masked_mean(_scores(result).entropy, micro.mask)})
+        if gammas:
+            metrics.update(moe_stats.shift_metrics(gammas, minibatch, self._gamma_min))
+        if is_last:
+            metrics.update(self._route_metrics(minibatch, results))
+        if self._is_empty(minibatch):
+            return merge_into(metrics, {"optim/skipped_minibatches": Sum(1.0)})
+        losses = [result.loss for result in results if result.loss is not None]
+        return merge_into(metrics, self._optimizer.step(losses, self.version))
+
+    def _is_empty(self, minibatch: Sequence[MicroBatch]) -> bool:
+        """No live token on any rank: momentum alone must not move the weights."""
+        live = torch.stack([batch.mask.any() for batch in minibatch]).any()
+        return self.parallel.all_true(~live)
+
+    def _route_metrics(self, minibatch: Sequence[MicroBatch], results: Sequence[MicroResult]) -> Metrics:
+        """(old, current); and (rollout, old) where the score pass was skipped because old is current."""
+        if any(result.observed is None for result in results):
+            return {}
+        now = [moe_stats.live_stats(b, _seen(r)) for b, r in zip(minibatch, results, strict=True)]
+        if self._old_routing:
+            before = [moe_stats.live_stats(batch, self._old_observation(batch)) for batch in minibatch]
+            return moe_stats.update_pair_metrics(before, now, self._layers)
+        return {**self._pair_metrics(minibatch, results), **moe_stats.update_pair_metrics(now, now, self._layers)}
+
+    def _old_observation(self, batch: MicroBatch) -> Observation:
+        kept = [self._old_routing[sample] for sample in batch.sample_ids]
+        log_probs = torch.cat([old.log_probs for old in kept])
+        return Observation(torch.cat([old.own_routes for old in kept]), log_probs, log_probs)
+
+    def _accumulate(
+        self, minibatch: Sequence[MicroBatch], objective: Objective, *, observe: bool
+    ) -> tuple[list[MicroResult], list[Tensor]]:
+        """Gradients of one minibatch into the buffers; results and router-shift factors by micro-batch."""
+        gammas: list[Tensor] = []
+        has_shift = "router_shift" in objective.needs
+
+        def loss_function(batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Metrics]:
+            shift = None
+            if has_shift:
+                assert scores.observed is not None
+                assert batch.old_routes is not None
+                shift = moe_stats.router_shift(batch, scores.observed, self._shift_set(batch, batch.old_routes))
+                gammas.append(shift)
+            return objective(loss_inputs(batch, scores, objective.needs, router_shift=shift))
+
+        results = self._runner.forward_backward(
+            minibatch, loss_function, self._replay_for_update, observe=observe or has_shift
+        )
+        return results, gammas
+
+    # Looking
+
+    def observe(self, micro_batches: Sequence[MicroBatch]) -> list[RouterStats]:
+        """The routers' own top-k and log q at the current weights, on live tokens (index j: the token predicted)."""
+        results = self._runner.forward(micro_batches, _own_routes, observe=True)
+        return [
+            moe_stats.live_stats(batch, _seen(result)) for batch, result in zip(micro_batches, results, strict=True)
+        ]
+
+    def logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        """[t] float32 of every token at the current weights, own routing; 0 at the first token of a sequence."""
+        return _scores(self._runner.forward([micro_batch], _own_routes, observe=False)[0]).logprobs
+
+    def gradients(self, minibatch: Sequence[MicroBatch], objective: Objective) -> dict[str, Tensor]:
+        """Gradient of the objective's sum over `minibatch`, by Hugging Face name; nothing is stepped. Frozen weights get zeros."""
+        self._optimizer.zero_grad()
+        self._accumulate(minibatch, objective, observe=False)
+        grads = {name: _gradient(tensor) for name, tensor in self._weights.local.items()}
+        found = {name: grad.clone() for name, grad in self._weights.export(grads)}
+        self._optimizer.zero_grad()
+        return found
+
+    # State
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name; views of live parameters on one process, so copy what must last."""
+        return self._weights.export()
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, version and RNGs of this rank into `folder` (which exists and is empty)."""
+        checkpoint.save_state(
+            folder,
+            weights=self._weights.local,
+            optimizer=self._optimizer.inner,
+            counters={"version": self.version, "load": self._load.state_dict()},
+            parallel=self.parallel,
+        )
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, bit for bit.
+
+        Raises:
+            CheckpointError: missing, damaged, or written by another model or layout; nothing was changed then.
+        """
+        counters = checkpoint.load_state(
+            folder, weights=self._weights.local, optimizer=self._optimizer.inner, parallel=self.parallel
+        )
+        self.version = int(counters["version"])
+        self._load.load_state_dict(counters["load"])
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        if self._reference is None:
+            raise ConfigError("reference logprobs were asked for, but the policy was built with needs_reference=False")
+        self._swap_reference()
+        try:
+            yield
+        finally:
+            self._swap_reference()
+
+    def _swap_reference(self) -> None:
+        assert self._reference is not None
+        for name, tensor in self._weights.local.items():
+            tensor.data, self._reference[name] = self._reference[name], tensor.data
+
+
+def _own_routes(batch: MicroBatch) -> Routes:
+    return None, None
+
+
+def _rollout_routes(batch: MicroBatch) -> Routes:
+    if batch.routes is None:
+        raise DataError("algorithm.routing is R3, but the samples carry no routes; use an engine that returns them")
+    return batch.routes, batch.has_route
+
+
+def _scores(result: MicroResult) -> TokenScores:
+    assert result.scores is not None
+    return result.scores
+
+
+def _seen(result: MicroResult) -> Observation:
+    assert result.observed is not None
+    return result.observed
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return tensor.main_grad if tensor.requires_grad else torch.zeros_like(tensor)  # pyright: ignore[reportAttributeAccessIssue] set by DDP

@@ -1,0 +1,189 @@
+"""Routes in and routes out: one tap per MoE router, driven by one `RouteController` per model.
+
+Megatron's own switchboard is a class-level list shared by every model in the process and a FIFO for recomputation; both are
+wrong as soon as there are two models, or a schedule whose backward order differs from its forward order. Here every router
+owns a `RouterTap` (a `RouterReplay`, the object that megatron's routing asks for its top-k), and the controller keeps what a
+micro-batch replays in the hook that its backward pass fires, so recomputation replays that micro-batch's routes in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from torch import Tensor
+
+from moerl.errors import DataError
+
+
+class RouterTap(RouterReplay):
+    """What one router replays now, and what it saw in the last observed forward."""
+
+    def __init__(self) -> None:
+        # Not calling super().__init__: it would append to the list that all models of the process share.
+        self.layer_number: int | None = None
+        self.target: Tensor | None = None
+        """[rows, k] int64 experts to use; None: the router's own choice."""
+        self.has_target: Tensor | None = None
+        """[rows] bool; None: every row has one."""
+        self.is_observing = False
+        self.own: Tensor | None = None
+        """[rows, k] int64: the router's own choice of the last observed forward."""
+        self.logits: Tensor | None = None
+        """[rows, e] of the last observed forward, detached."""
+
+    def get_replay_topk(  # noqa: PLR0913 the signature is megatron's
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Top-k of `scores` [rows, e] -> values and indices [rows, k]; gradient flows through the values."""
+        assert default_compute_topk is not None
+        if self.target is not None and self.has_target is None and not self.is_observing:
+            return scores.gather(1, self.target), self.target
+        # Megatron sorts the top-k only while gradients are on; the order decides the last bit of the softmax over it, so a
+        # scoring pass would differ from the training pass on the same weights.
+        with torch.enable_grad():
+            values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self.is_observing:
+            self.own = own
+        if self.target is None:
+            return values, own
+        chosen = self.target if self.has_target is None else torch.where(self.has_target[:, None], self.target, own)
+        return scores.gather(1, chosen), chosen
+
+
+class ReplayRouter(TopKRouter):
+    """Megatron's top-k router with a tap on its logits and its choice."""
+
+    def __init__(self, config: Any, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
+        """As megatron's; `moe_enable_routing_replay` stays off, the tap is this router's own."""
+        super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
+        self.router_replay = RouterTap()
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose experts for `logits` [s, b, e]."""
+        if self.router_replay.is_observing:
+            self.router_replay.logits = logits.detach().flatten(0, -2)
+        return super().routing(logits, padding_mask=padding_mask)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the local MoE layers of one micro-batch's forward saw."""
+
+    own_routes: Tensor
+    """[t, l, k] int64: the routers' own top-k."""
+    log_probs: Tensor
+    """[t, l, e] float32: log q over all experts."""
+    selection: Tensor
+    """[t, l, e] float32: the probabilities that the top-k was taken of (with the balancing bias, where there is one)."""
+
+
+def concat_layers(chunks: Mapping[int, Observation]) -> Observation | None:
+    """Observations of one micro-batch by model chunk -> one over all of their layers; None without any."""
+    if not chunks:
+        return None
+    parts = [chunks[stage] for stage in sorted(chunks)]
+    if len(parts) == 1:
+        return parts[0]
+    return Observation(
+        torch.cat([part.own_routes for part in parts], 1),
+        torch.cat([part.log_probs for part in parts], 1),
+        torch.cat([part.selection for part in parts], 1),
+    )
+
+
+class RouteController:
+    """The taps of one model (pipeline chunk), by MoE layer."""
+
+    def __init__(self, model: torch.nn.Module, *, moe_layers: tuple[int, ...], rows: Callable[[int], slice]) -> None:
+        """`moe_layers` are the layer numbers (from 1) of all MoE layers of the network, in order: entry i is `routes[:, i]`.
+
+        `rows(t)` says which rows of a pack of t tokens this rank's routers see.
+        """
+        self._rows = rows
+        self._routers: dict[int, ReplayRouter] = {}
+        for module in model.modules():
+            if isinstance(module, ReplayRouter):
+                assert module.layer_number is not None
+                self._routers[module.layer_number] = module
+        self._index = {number: moe_layers.index(number) for number in self._routers}
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Positions, among all MoE layers, of the ones that this model holds."""
+        return tuple(self._index[number] for number in sorted(self._routers))
+
+    def begin(self, routes: Tensor | None, has_route: Tensor | None, *, observe: bool) -> Callable[[], None]:
+        """Before a micro-batch's forward: what to replay ([t, l, k] over all MoE layers; None: own choice).
+
+        Returns:
+            A function for that micro-batch's backward pass: it replays the same routes in recomputation, observing nothing.
+        """
+        targets: dict[int, Tensor | None] = dict.fromkeys(self._routers)
+        present = None
+        if routes is not None:
+            rows = self._rows(routes.shape[0])
+            self._check(routes)
+            targets = {number: routes[rows, self._index[number]] for number in self._routers}
+            present = None if has_route is None or bool(has_route.all()) else has_route[rows]
+
+        def arm(observing: bool) -> None:
+            for number, router in self._routers.items():
+                tap = router.router_replay
+                tap.target, tap.has_target, tap.is_observing = targets[number], present, observing
+
+        arm(observe)
+        return lambda: arm(False)
+
+    def _check(self, routes: Tensor) -> None:
+        for router in self._routers.values():
+            if routes.shape[2] != router.topk:
+                raise DataError(
+                    f"routes to replay name {routes.shape[2]} experts a token, but the model routes to {router.topk}; "
+                    "the rollout engine runs another model"
+                )
+
+    def observed(self) -> Observation | None:
+        """What the last observed forward saw, stacked over this model's MoE layers; None without any."""
+        if not self._routers:
+            return None
+        routers = [self._routers[number] for number in sorted(self._routers)]
+        taps = [router.router_replay for router in routers]
+        logits = torch.stack([_present(tap.logits) for tap in taps], 1).float()
+        own = torch.stack([_present(tap.own) for tap in taps], 1)
+        if routers[0].score_function == "softmax":
+            log_probs = torch.log_softmax(logits, -1)
+            selection = log_probs.exp()
+        else:
+            scores = (
+                torch.sigmoid(logits)
+                if routers[0].score_function == "sigmoid"
+                else torch.nn.functional.softplus(logits).sqrt()
+            )
+            log_probs = (scores / scores.sum(-1, keepdim=True)).clamp_min(1e-30).log()
+            biases = [router.expert_bias for router in routers]
+            selection = (
+                scores if biases[0] is None else scores + torch.stack([_present(bias) for bias in biases]).float()
+            )
+        return Observation(own, log_probs, selection)
+
+    def release(self) -> None:
+        """Forget targets and observations (they are large); routers choose for themselves again."""
+        for router in self._routers.values():
+            tap = router.router_replay
+            tap.target = tap.has_target = tap.own = tap.logits = None
+            tap.is_observing = False
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor

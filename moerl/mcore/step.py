@@ -1,0 +1,152 @@
+"""Forward and backward of a minibatch through megatron's schedules, and the one line that scales a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from moerl.mcore.model import score_tokens, unwrap
+from moerl.mcore.parallel import ParallelState
+from moerl.mcore.router_replay import Observation, concat_layers
+from moerl.metrics import Metrics
+from moerl.types import MicroBatch
+
+Routes = tuple[Tensor | None, Tensor | None]
+"""Routes to replay [t, l, k] and which rows have one [t] bool; (None, None): own choice."""
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What the model says about one micro-batch."""
+
+    logprobs: Tensor
+    """[t] float32."""
+    entropy: Tensor
+    """[t] float32."""
+    observed: Observation | None
+    """Of this rank's MoE layers, where the pass observed."""
+
+
+LossFunction = Callable[[MicroBatch, TokenScores], tuple[Tensor, Metrics]]
+"""The objective of one micro-batch (0-dim, a plain sum) and its metrics."""
+
+
+@dataclass(frozen=True)
+class MicroResult:
+    """One micro-batch after a pass, without graph."""
+
+    scores: TokenScores | None
+    """None on ranks without the last stage."""
+    observed: Observation | None
+    loss: Tensor | None
+    metrics: Metrics
+
+
+class _Pass:
+    """One call of the schedule: hands out micro-batches, collects results."""
+
+    def __init__(
+        self, micro_batches: Sequence[MicroBatch], replay: Callable[[MicroBatch], Routes], *, observe: bool, scale: int
+    ) -> None:
+        self.micro_batches = micro_batches
+        self.replay = replay
+        self.observe = observe
+        self.scale = scale
+        self.loss_function: LossFunction | None = None
+        self.observed: list[dict[int, Observation]] = [{} for _ in micro_batches]
+        self.scores: list[TokenScores | None] = [None] * len(micro_batches)
+        self.losses: list[Tensor | None] = [None] * len(micro_batches)
+        self.metrics: list[Metrics] = [{} for _ in micro_batches]
+
+    def forward_step(self, iterator: Iterator[int], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        index = next(iterator)
+        batch = self.micro_batches[index]
+        model = unwrap(module)
+        rearm = model.routes.begin(*self.replay(batch), observe=self.observe)
+        output = score_tokens(module, batch)
+        if self.observe:
+            seen = model.routes.observed()
+            if seen is not None:
+                self.observed[index][model.vp_stage or 0] = seen
+        if output.requires_grad:
+            # Fires when this micro-batch's backward reaches this chunk, before anything of it is computed again.
+            output.register_hook(lambda _: rearm())
+        return output, lambda out: self._finish(index, out)
+
+    def _finish(self, index: int, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+        batch = self.micro_batches[index]
+        logprobs, entropy = output.unbind(0)
+        observed = concat_layers(self.observed[index])
+        self.scores[index] = TokenScores(logprobs.detach(), entropy.detach(), observed)
+        tokens = torch.ones((), dtype=torch.int, device=output.device)
+        if self.loss_function is None:
+            return output.new_zeros(()), tokens, {}
+        loss, metrics = self.loss_function(batch, TokenScores(logprobs, entropy, observed))
+        self.losses[index], self.metrics[index] = loss.detach().clone(), metrics
+        # The one scaling line: core divides by the number of micro-batches and DDP averages over dp x cp; the objective is a sum.
+        return loss * self.scale, tokens, metrics
+
+    def results(self) -> list[MicroResult]:
+        return [
+            MicroResult(self.scores[i], concat_layers(self.observed[i]), self.losses[i], self.metrics[i])
+            for i in range(len(self.micro_batches))
+        ]
+
+
+class StepRunner:
+    """Runs micro-batches through this rank's chunks."""
+
+    def __init__(self, chunks: list[DistributedDataParallel], parallel: ParallelState) -> None:
+        """`chunks` share one TransformerConfig."""
+        self._chunks = chunks
+        self._parallel = parallel
+        chunks[0].config.finalize_model_grads_func = finalize_model_grads
+
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], replay: Callable[[MicroBatch], Routes], *, observe: bool
+    ) -> list[MicroResult]:
+        """Score without gradient and without dropout."""
+        return self._run(_Pass(micro_batches, replay, observe=observe, scale=1))
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_function: LossFunction,
+        replay: Callable[[MicroBatch], Routes],
+        *,
+        observe: bool,
+    ) -> list[MicroResult]:
+        """Add the gradient of the summed losses, over all ranks, to the gradient buffers."""
+        scale = len(micro_batches) * self._parallel.dp_cp.size
+        work = _Pass(micro_batches, replay, observe=observe, scale=scale)
+        work.loss_function = loss_function
+        return self._run(work)
+
+    def _run(self, work: _Pass) -> list[MicroResult]:
+        is_training = work.loss_function is not None
+        for chunk in self._chunks:
+            chunk.train(is_training)
+        count = len(work.micro_batches)
+        iterators = [iter(range(count)) for _ in self._chunks]
+        is_interleaved = len(self._chunks) > 1
+        with nullcontext() if is_training else torch.no_grad():
+            get_forward_backward_func()(
+                forward_step_func=work.forward_step,
+                data_iterator=iterators if is_interleaved else iterators[0],
+                model=self._chunks if is_interleaved else self._chunks[0],
+                num_microbatches=count,
+                seq_length=max(batch.num_tokens for batch in work.micro_batches),
+                micro_batch_size=1,
+                forward_only=not is_training,
+            )
+        results = work.results()
+        for chunk in self._chunks:
+            unwrap(chunk).routes.release()
+        return results

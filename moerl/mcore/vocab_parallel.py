@@ -1,0 +1,173 @@
+"""Log-probability and entropy of given tokens from hidden states, on a vocabulary that may be sharded over a group.
+
+linear -> / temperature -> log-softmax -> gather, in chunks of rows, so that [t, v] never exists whole; the backward pass
+computes each chunk's logits again. Reductions over the vocabulary are float32 whatever the dtype of the model.
+
+Gradients with respect to the hidden states are this shard's part of a sum over the group: the caller enters through megatron's
+`copy_to_tensor_model_parallel_region` or its sequence-parallel gather, whose backward adds the parts up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moerl.types import PackedSupport
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits in flight at once: 64 MiB of float32."""
+
+_OUT = -1e30
+"""Logit of a token outside the support: finite, so that 0 * logit is 0, and far below every real one."""
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Which part of the vocabulary this rank holds."""
+
+    start: int = 0
+    """First token id of the local rows of the output weight."""
+    size: int | None = None
+    """Rows that are real tokens, this rank's share; None: all of them (the rest is padding of the vocabulary)."""
+    group: dist.ProcessGroup | None = None
+    """Ranks that hold the other parts; None when there are none."""
+
+    def sum_(self, value: Tensor) -> Tensor:
+        """Sum over the shards, in place."""
+        if self.group is not None:
+            dist.all_reduce(value, group=self.group)
+        return value
+
+    def max_(self, value: Tensor) -> Tensor:
+        """Maximum over the shards, in place."""
+        if self.group is not None:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+        return value
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything of one call that carries no gradient."""
+
+    targets: Tensor
+    inverse_temperature: Tensor
+    support: PackedSupport | None
+    shard: VocabShard
+    chunk: int
+
+    def logits(self, hidden: Tensor, weight: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """[c, v] float32 logits at temperature, and [c, v] bool True where a token is not in the running (None: nowhere)."""
+        logits = (hidden[rows] @ weight.t()).float().mul_(self.inverse_temperature[rows, None])
+        size = self.shard.size
+        if size is not None and size < logits.shape[1]:
+            logits[:, size:] = _OUT
+        outside = self._outside(rows, logits) if self.support is not None else None
+        if outside is not None:
+            logits.masked_fill_(outside, _OUT)
+        return logits, outside
+
+    def _outside(self, rows: slice, logits: Tensor) -> Tensor:
+        assert self.support is not None
+        offsets = self.support.offsets[rows.start : rows.stop + 1]
+        counts = offsets.diff()
+        ids = self.support.ids[int(offsets[0]) : int(offsets[-1])] - self.shard.start
+        row_of_id = torch.repeat_interleave(torch.arange(counts.shape[0], device=ids.device), counts)
+        local = (ids >= 0) & (ids < logits.shape[1])
+        outside = (counts > 0)[:, None].expand_as(logits).clone()
+        outside[row_of_id[local], ids[local]] = False
+        return outside
+
+    def own(self, rows: slice, width: int) -> tuple[Tensor, Tensor]:
+        """Where this shard holds the target [c] bool, and the target's local column [c], clamped into range."""
+        local = self.targets[rows] - self.shard.start
+        return (local >= 0) & (local < width), local.clamp(0, width - 1)
+
+
+def _row_slices(count: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, job: _Job) -> tuple[Tensor, Tensor]:
+        count = hidden.shape[0]
+        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        entropy, log_norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for rows in _row_slices(count, job.chunk):
+            logits, _ = job.logits(hidden, weight, rows)
+            largest = job.shard.max_(logits.amax(-1))
+            owned, column = job.own(rows, logits.shape[1])
+            target = logits.gather(-1, column[:, None])[:, 0].masked_fill_(~owned, 0.0)
+            weights = (logits - largest[:, None]).exp_()
+            sums = job.shard.sum_(torch.stack([weights.sum(-1), (weights * logits).sum(-1), target]))
+            log_norm[rows] = largest + sums[0].log()
+            logprobs[rows] = sums[2] - log_norm[rows]
+            entropy[rows] = log_norm[rows] - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, weight, log_norm, entropy)
+        ctx.job = job
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        hidden, weight, log_norm, entropy = ctx.saved_tensors
+        job: _Job = ctx.job
+        logprob_grad, entropy_grad = grads
+        hidden_grad = torch.zeros_like(hidden)
+        weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for rows in _row_slices(hidden.shape[0], job.chunk):
+            logits, outside = job.logits(hidden, weight, rows)
+            log_p = logits.sub_(log_norm[rows, None])
+            p = log_p.exp()
+            logit_grad = torch.zeros_like(p)
+            if logprob_grad is not None:
+                g = logprob_grad[rows].float()
+                owned, column = job.own(rows, p.shape[1])
+                logit_grad.addcmul_(p, g[:, None], value=-1.0)
+                logit_grad.scatter_add_(1, column[:, None], g.masked_fill(~owned, 0.0)[:, None])
+            if entropy_grad is not None:
+                # dH/dz = -p (log p + H)
+                logit_grad.addcmul_(p * (log_p + entropy[rows, None]), entropy_grad[rows, None].float(), value=-1.0)
+            if outside is not None:
+                logit_grad.masked_fill_(outside, 0.0)
+            logit_grad = logit_grad.mul_(job.inverse_temperature[rows, None]).to(hidden.dtype)
+            hidden_grad[rows] = logit_grad @ weight
+            weight_grad += (logit_grad.t() @ hidden[rows]).float()
+        return hidden_grad, weight_grad.to(weight.dtype), None
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    *,
+    support: PackedSupport | None = None,
+    shard: VocabShard | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature)[targets] and the entropy of that distribution, both [r] float32 with gradient.
+
+    Args:
+        hidden: [r, h], one row per prediction.
+        weight: [v, h], this rank's rows of the output matrix.
+        targets: [r] int64, global token ids.
+        temperature: [r] float, above 0.
+        support: Token ids in the running, by row (`offsets` [r + 1]); a row without any is normalised over the vocabulary. A
+            target outside its own support gets a log-probability near -1e30.
+        shard: Which rows of the vocabulary `weight` is; the whole one by default.
+        chunk_elements: Bound on logits that exist at a time.
+    """
+    chunk = max(1, chunk_elements // weight.shape[0])
+    job = _Job(targets, temperature.float().reciprocal(), support, shard or VocabShard(), chunk)
+    logprobs, entropy = _LinearLogprob.apply(hidden, weight, job)  # pyright: ignore[reportGeneralTypeIssues] apply is untyped
+    return logprobs, entropy
+
+
+def shift_support(support: PackedSupport) -> PackedSupport:
+    """The support of tokens 1..t-1, i.e. by the row that predicts them: row j of hidden states predicts token j + 1."""
+    return PackedSupport(support.ids, support.offsets[1:])

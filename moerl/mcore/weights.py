@@ -1,0 +1,176 @@
+"""A family's rules x the parallel layout: fill the model from a Hugging Face folder, stream it out in Hugging Face names."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moerl.errors import CheckpointError, ConfigError
+from moerl.mcore.model import VOCAB_MULTIPLE, ModelSource, unwrap
+from moerl.mcore.parallel import Axis, ParallelState
+from moerl.models.hf_folder import HFFolder, checked_source
+from moerl.models.rules import Rule, match_parameters, shift_indices, shorten
+
+DEFAULT_INIT_STD = 0.02
+
+
+class _Reader(Protocol):
+    """Whole tensors by Hugging Face name."""
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, on the CPU."""
+        ...
+
+
+class WeightMap:
+    """Which rule each local parameter follows."""
+
+    def __init__(self, source: ModelSource, chunks: Sequence[torch.nn.Module], parallel: ParallelState) -> None:
+        """Match every parameter (and balancing bias) of `chunks` with a rule.
+
+        Raises:
+            CheckpointError: a parameter that no rule makes, or on a rank that holds the whole model, the reverse.
+        """
+        self._source = source
+        self._parallel = parallel
+        self.rules: list[Rule] = source.family.weight_rules(source.hf, vocab_multiple=VOCAB_MULTIPLE)
+        self.local: dict[str, Tensor] = {}
+        """Global megatron name -> this rank's part."""
+        experts = int(source.kwargs.get("num_moe_experts") or 0) // parallel.ep.size * parallel.ep.rank
+        for chunk in chunks:
+            model = unwrap(chunk)
+            offsets = [layer.layer_number - 1 - i for i, layer in enumerate(model.decoder.layers)]
+            biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias")]
+            for name, tensor in [*model.named_parameters(), *biases]:
+                found = re.match(r"decoder\.layers\.(\d+)\.", name)
+                layers = offsets[int(found[1])] if found else 0
+                self.local[shift_indices(name, layers=layers, experts=experts)] = tensor
+        is_complete = parallel.pp.size == parallel.ep.size == 1
+        match_parameters(self.rules, self.local, is_complete=is_complete)
+        self._holders = self._find_holders()
+
+    def _find_holders(self) -> dict[str, list[int]]:
+        """Global name -> the ranks that hold a part of it."""
+        mine = list(self.local)
+        if self._parallel.world_size == 1:
+            return dict.fromkeys(mine, [0])
+        names: list[list[str] | None] = [None] * self._parallel.world_size
+        dist.all_gather_object(names, mine)
+        holders: dict[str, list[int]] = {}
+        for rank, held in enumerate(names):
+            for name in held or []:
+                holders.setdefault(name, []).append(rank)
+        return holders
+
+    def _axis(self, rule: Rule) -> Axis:
+        return self._parallel.etp if rule.is_expert else self._parallel.tp
+
+    def load_hf(self) -> None:
+        """Fill every local parameter from the folder, converting to the training dtype.
+
+        Raises:
+            CheckpointError: a missing, left-over or mis-shaped tensor; a parameter that is not finite afterwards.
+        """
+        source = self._source
+        self._fill(checked_source(HFFolder(source.folder), source.family, source.hf))
+
+    def initialize(self, seed: int) -> None:
+        """Fresh weights: norms 1, biases 0, everything else normal; the same for every parallel layout."""
+        std = float(self._source.hf.get("initializer_range") or DEFAULT_INIT_STD)
+        self._fill(_RandomTensors(self.rules, seed, std))
+
+    @torch.no_grad()
+    def _fill(self, reader: _Reader) -> None:
+        for tensor in self.local.values():
+            tensor.fill_(float("nan"))
+        for rule in self.rules:
+            target = self.local.get(rule.megatron_name)
+            if target is not None:
+                whole = rule.to_megatron({name: reader.get(name) for name in rule.hf_names})
+                axis = self._axis(rule)
+                target.copy_(rule.shard(whole, axis.rank, axis.size))
+        broken = [name for name, tensor in self.local.items() if not bool(torch.isfinite(tensor).all())]
+        if broken:
+            raise CheckpointError(
+                f"{self._source.folder}: parameters unfilled or not finite after loading: {shorten(broken)}; the weights are damaged"
+            )
+
+    def export(self, tensors: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of every weight, in the order of the rules; every rank gets every tensor.
+
+        `tensors` (global megatron name -> local part) takes the place of the weights: gradients travel the same way. On one
+        process the tensors may be views of live parameters: copy what must outlast the next update.
+        """
+        local = self.local if tensors is None else tensors
+        for rule in self.rules:
+            part = local.get(rule.megatron_name)
+            whole = self._gather(rule, None if part is None else part.detach())
+            if whole is not None:
+                yield from rule.to_hf(whole).items()
+
+    def _gather(self, rule: Rule, part: Tensor | None) -> Tensor | None:
+        if self._parallel.world_size == 1:
+            return None if part is None else rule.gather([part])
+        holders = self._holders[rule.megatron_name]
+        whole = None
+        if part is not None:
+            axis = self._axis(rule)
+            shards = [torch.empty_like(part) for _ in range(axis.size)]
+            dist.all_gather(shards, part.contiguous(), group=axis.group)
+            whole = rule.gather(shards).contiguous()
+        if len(holders) == self._parallel.world_size:
+            return whole
+        if whole is None:
+            dtype = next(iter(self.local.values())).dtype
+            whole = torch.empty(rule.megatron_shape(), dtype=dtype, device=torch.cuda.current_device())
+        dist.broadcast(whole, src=holders[0])
+        return whole
+
+    def freeze(self, patterns: Sequence[str], *, routers: bool) -> None:
+        """Exclude parameters from training: Hugging Face names that fully match a pattern, and with `routers` the gates.
+
+        Raises:
+            ConfigError: a pattern that matches nothing, or only a part of what Megatron fuses into one parameter.
+        """
+        compiled = {pattern: re.compile(pattern) for pattern in patterns}
+        used: set[str] = set()
+        for rule in self.rules:
+            hits = {p: [n for n in rule.hf_names if regex.fullmatch(n)] for p, regex in compiled.items()}
+            used |= {pattern for pattern, names in hits.items() if names}
+            covered = {name for names in hits.values() for name in names}
+            if covered and covered != set(rule.hf_names):
+                raise ConfigError(
+                    f"model.freeze covers {sorted(covered)} but Megatron fuses {list(rule.hf_names)} into one parameter; "
+                    "freeze all of them or none"
+                )
+            is_router = routers and ".router." in rule.megatron_name
+            tensor = self.local.get(rule.megatron_name)
+            if (covered or is_router) and isinstance(tensor, torch.nn.Parameter):
+                tensor.requires_grad_(False)
+        unused = sorted(set(patterns) - used)
+        if unused:
+            raise ConfigError(
+                f"model.freeze: {unused[0]!r} matches no weight; patterns must match whole Hugging Face names"
+            )
+
+
+class _RandomTensors:
+    """Seeded initial values by Hugging Face name."""
+
+    def __init__(self, rules: Sequence[Rule], seed: int, std: float) -> None:
+        self._shapes = {n: s for rule in rules for n, s in zip(rule.hf_names, rule.hf_shapes, strict=True)}
+        self._seed = seed
+        self._std = std
+
+    def get(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}/{name}".encode()))
+        return torch.randn(shape, generator=generator) * self._std
