@@ -82,14 +82,32 @@ def _look_up(values: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 def composition_errors(values: Mapping[str, Any]) -> list[str]:
-    """Every fault of an algorithm section: values that do not exist, and axes that do not go together; [] if none.
+    """Axes of an algorithm section that do not go together, one message per fault; [] if none.
 
     Args:
         values: the section as nested plain values; what is left out has the schema's default.
     """
     axes = _Axes(values)
-    rules = (_unknown_values, _forms, _levels, _anchors, _corrections, _router_shift, _kl, _numbers)
+    rules = (_forms, _levels, _anchors, _corrections, _router_shift, _kl)
     return [message for rule in rules for message in rule(axes)]
+
+
+def value_errors(values: Mapping[str, Any]) -> list[str]:
+    """Single values that do not exist or are out of bounds; the configuration checks them too, with nearer hints."""
+    axes = _Axes(values)
+    found = [
+        f"algorithm.{path} is {axes[path]!r}, but must be one of {', '.join(allowed)}"
+        for path, allowed in CHOICES.items()
+        if axes[path] not in allowed
+    ]
+    if axes["advantage.std_ddof"] not in (0, 1):
+        found.append(f"algorithm.advantage.std_ddof is {axes['advantage.std_ddof']!r}, but must be 0 or 1")
+    if not 0 < axes["router_shift.gamma_min"] <= 1:
+        found.append(f"algorithm.router_shift.gamma_min is {axes['router_shift.gamma_min']!r}, but must be in (0, 1]")
+    for path in ("advantage.eps", "kl.coefficient", "entropy.coefficient"):
+        if not axes[path] >= 0:
+            found.append(f"algorithm.{path} is {axes[path]!r}, but must be at least 0")
+    return found
 
 
 def composition_warnings(values: Mapping[str, Any]) -> list[str]:
@@ -101,24 +119,18 @@ def composition_warnings(values: Mapping[str, Any]) -> list[str]:
         for key, bound in wide.items():
             if isinstance(bound, int | float) and bound > 0.05:
                 found.append(
-                    f"algorithm.trust.{key} is {bound:g} with algorithm.level {axes['level']!r}: the geometric mean of a "
-                    "sequence rarely moves that far; GSPO's own bounds are 3e-4 and 4e-4"
+                    f"algorithm.trust.{key} is {bound:g} with algorithm.level {axes['level']!r}: the geometric mean "
+                    "of a sequence rarely moves that far; GSPO's own bounds are 3e-4 and 4e-4"
                 )
     if axes["kl.place"] == "loss" and axes["kl.coefficient"] == 0:
         found.append("algorithm.kl.place is 'loss' with algorithm.kl.coefficient 0: the reference pass has no effect")
     for term in ("kl", "entropy"):
         if axes[f"{term}.place"] == "none" and axes[f"{term}.coefficient"]:
             found.append(
-                f"algorithm.{term}.coefficient is {axes[f'{term}.coefficient']:g} with algorithm.{term}.place 'none': it has no "
-                f"effect; set algorithm.{term}.place to 'loss'"
+                f"algorithm.{term}.coefficient is {axes[f'{term}.coefficient']:g} with algorithm.{term}.place 'none': "
+                f"it has no effect; set algorithm.{term}.place to 'loss'"
             )
     return found
-
-
-def _unknown_values(axes: _Axes) -> Iterator[str]:
-    for path, allowed in CHOICES.items():
-        if axes[path] not in allowed:
-            yield f"algorithm.{path} is {axes[path]!r}, but must be one of {', '.join(allowed)}"
 
 
 def _forms(axes: _Axes) -> Iterator[str]:
@@ -131,26 +143,34 @@ def _forms(axes: _Axes) -> Iterator[str]:
             f"algorithm.form to {known!r}, or algorithm.trust to one of {fitting}"
         )
     if level == "none" and form == "ratio":
-        yield "algorithm.level is 'none' with algorithm.form 'ratio': a ratio of 1 has no gradient; set algorithm.form to 'score'"
+        yield (
+            "algorithm.level is 'none' with algorithm.form 'ratio': a ratio of 1 has no gradient; set algorithm.form "
+            "to 'score'"
+        )
     if level == "none" and trust in TRUST_FORMS and trust != "none":
-        yield f"algorithm.level is 'none' with algorithm.trust {trust!r}: there is no ratio to bound; set algorithm.trust to none"
+        yield (
+            f"algorithm.level is 'none' with algorithm.trust {trust!r}: there is no ratio to bound; set "
+            "algorithm.trust to none"
+        )
 
 
 def _levels(axes: _Axes) -> Iterator[str]:
     trust, level = axes.name("trust"), axes["level"]
     allowed = TRUST_LEVELS.get(trust, ())
     if allowed and level not in (*allowed, "none"):
-        yield f"algorithm.trust {trust!r} needs algorithm.level {' or '.join(map(repr, allowed))}, but that is {level!r}"
+        yield (
+            f"algorithm.trust {trust!r} needs algorithm.level {' or '.join(map(repr, allowed))}, but that is {level!r}"
+        )
     if level == "geo_clip" and trust != "log_clip" and trust in TRUST_FORMS:
         yield (
-            f"algorithm.level is 'geo_clip' with algorithm.trust {trust!r}, but it clips each token before the mean: set "
-            "algorithm.trust to log_clip"
+            f"algorithm.level is 'geo_clip' with algorithm.trust {trust!r}, but it clips each token before the mean: "
+            "set algorithm.trust to log_clip"
         )
     post = axes.name("advantage.post")
     if level in CONSTANT_ADVANTAGE_LEVELS and post in TOKEN_ADVANTAGE_POSTS:
         yield (
-            f"algorithm.level is {level!r} with algorithm.advantage.post {post!r}: one ratio per sequence needs one advantage "
-            "per sequence; use algorithm.level seq_geo_token or token"
+            f"algorithm.level is {level!r} with algorithm.advantage.post {post!r}: one ratio per sequence needs one "
+            "advantage per sequence; use algorithm.level seq_geo_token or token"
         )
 
 
@@ -158,13 +178,13 @@ def _anchors(axes: _Axes) -> Iterator[str]:
     anchor, trust, correction = axes["anchor"], axes.name("trust"), axes.name("correction")
     if anchor == "rollout" and correction in MISMATCH_WEIGHTS:
         yield (
-            f"algorithm.anchor is 'rollout' with algorithm.correction {correction!r}: the ratio to the rollout policy already "
-            "holds the mismatch; set algorithm.correction to none, rs or opsm, or algorithm.anchor to 'old'"
+            f"algorithm.anchor is 'rollout' with algorithm.correction {correction!r}: the ratio to the rollout policy "
+            "already holds the mismatch; set algorithm.correction to none, rs or opsm, or algorithm.anchor to 'old'"
         )
     if trust == "div_mask" and anchor != "rollout":
         yield (
-            f"algorithm.trust 'div_mask' measures the distance to the rollout policy, but algorithm.anchor is {anchor!r}: set it "
-            "to 'rollout'"
+            "algorithm.trust 'div_mask' measures the distance to the rollout policy, but algorithm.anchor is "
+            f"{anchor!r}: set it to 'rollout'"
         )
 
 
@@ -173,14 +193,18 @@ def _corrections(axes: _Axes) -> Iterator[str]:
     if level != "geo_clip" or correction not in MISMATCH_WEIGHTS:
         return
     is_token = correction in ("icepop", "seq_mask_tis") or axes.argument("correction", "level", "token") == "token"
-    if is_token and axes.argument("correction", "w_reduce", "none") != "geo_mean":
-        fix = "algorithm.correction.w_reduce to geo_mean"
-        if correction in ("tis", "mis"):
-            fix = f"algorithm.correction.level to seq or geo, or {fix}"
-        yield (
-            f"algorithm.level is 'geo_clip' with token weights of algorithm.correction {correction!r}: a geometric mean takes one "
-            f"weight per sequence; set {fix}"
-        )
+    if not is_token or axes.argument("correction", "w_reduce", "none") == "geo_mean":
+        return
+    fixes = {
+        "tis": "algorithm.correction.level to seq or geo, or algorithm.correction.w_reduce to geo_mean",
+        "mis": "algorithm.correction.level to seq or geo",
+        "seq_mask_tis": "algorithm.correction.w_reduce to geo_mean",
+        "icepop": "algorithm.correction to mis with level seq or geo",
+    }
+    yield (
+        f"algorithm.level is 'geo_clip' with token weights of algorithm.correction {correction!r}: a geometric mean "
+        f"takes one weight per sequence; set {fixes[correction]}"
+    )
 
 
 def _router_shift(axes: _Axes) -> Iterator[str]:
@@ -189,13 +213,14 @@ def _router_shift(axes: _Axes) -> Iterator[str]:
     level, stage = axes["level"], axes["router_shift.stage"]
     if stage == "after_clip" and level != "geo_clip":
         yield (
-            f"algorithm.router_shift.stage is 'after_clip' with algorithm.level {level!r}, but it acts inside GMPO's mean: set "
-            "algorithm.router_shift.stage to 'before_clip', or algorithm.level to 'geo_clip'"
+            f"algorithm.router_shift.stage is 'after_clip' with algorithm.level {level!r}, but it acts inside GMPO's "
+            "mean: set algorithm.router_shift.stage to 'before_clip', or algorithm.level to 'geo_clip'"
         )
     if level == "none":
-        yield "algorithm.router_shift.enabled is true with algorithm.level 'none': there is no ratio to shift; choose another level"
-    if not 0 < axes["router_shift.gamma_min"] <= 1:
-        yield f"algorithm.router_shift.gamma_min is {axes['router_shift.gamma_min']!r}, but must be in (0, 1]"
+        yield (
+            "algorithm.router_shift.enabled is true with algorithm.level 'none': there is no ratio to shift; choose "
+            "another level"
+        )
 
 
 def _kl(axes: _Axes) -> Iterator[str]:
@@ -204,18 +229,8 @@ def _kl(axes: _Axes) -> Iterator[str]:
     importance, straight = axes["kl.importance"], axes["kl.straight_through"]
     if axes["kl.estimator"] == "k1" and not importance and not straight:
         yield (
-            "algorithm.kl.estimator is 'k1' with algorithm.kl.place 'loss': its expected gradient is 0; use k2 or k3, or set "
-            "algorithm.kl.importance or algorithm.kl.straight_through"
+            "algorithm.kl.estimator is 'k1' with algorithm.kl.place 'loss': its expected gradient is 0; use k2 or "
+            "k3, or set algorithm.kl.importance or algorithm.kl.straight_through"
         )
     if importance and straight:
         yield "algorithm.kl.importance and algorithm.kl.straight_through are both true; choose one"
-
-
-def _numbers(axes: _Axes) -> Iterator[str]:
-    if axes["advantage.std_ddof"] not in (0, 1):
-        yield f"algorithm.advantage.std_ddof is {axes['advantage.std_ddof']!r}, but must be 0 or 1"
-    if not axes["advantage.eps"] >= 0:
-        yield f"algorithm.advantage.eps is {axes['advantage.eps']!r}, but must be at least 0"
-    for term in ("kl", "entropy"):
-        if not axes[f"{term}.coefficient"] >= 0:
-            yield f"algorithm.{term}.coefficient is {axes[f'{term}.coefficient']!r}, but must be at least 0"

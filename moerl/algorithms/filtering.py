@@ -23,7 +23,7 @@ class Filters:
     """The sample filters whose rejects are out of their group's statistics too."""
 
     def group(self, group: RolloutGroup) -> str | None:
-        """None to accept a completed group, or the reason to drop it; trajectories out of the statistics are not seen."""
+        """None to accept a completed group, or why not; trajectories out of the statistics are not seen."""
         counted = tuple(trajectory for trajectory in group.trajectories if self.counts(trajectory))
         seen = dataclasses.replace(group, trajectories=counted)
         return next((reason for reason in (look(seen) for look in self.groups) if reason is not None), None)

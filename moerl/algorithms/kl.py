@@ -1,7 +1,8 @@
 """Estimators of KL(policy || reference) per token, and which of them have which gradient.
 
-In expectation over the policy's own samples: k1 has no gradient, k2 has that of the reverse KL, k3 has that of the forward KL
-(biased for the reverse one); with `importance` all are unbiased in value and gradient (arXiv 2510.01555, 2512.02556).
+In expectation over the policy's own samples: k1 has no gradient, k2 has that of the reverse KL, k3 has that of the
+forward KL (biased for the reverse one); with `importance` all are unbiased in value and gradient (arXiv 2510.01555,
+2512.02556).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from moerl.metrics import Last, Metrics
 
 
 def expert_counts(routes: Tensor, mask: Tensor, num_experts: int) -> Tensor:
-    """[l, e] int64: how many (token, slot) assignments each expert got. Add over micro-batches and ranks before `load_of_counts`.
+    """[l, e] int64: how many (token, slot) assignments each expert got; add over micro-batches and ranks.
 
     Args:
         routes: [t, l, k] expert ids.
@@ -36,8 +36,8 @@ def load_metrics(routes: Tensor, mask: Tensor, num_experts: int, *, layers: Sequ
 def load_of_counts(counts: Tensor, *, layers: Sequence[int] | None = None) -> Metrics:
     """`load/*` per layer and their means over layers, from the counts [l, e] of a whole step; {} without any token.
 
-    entropy: of the shares, 1 if even. cv: std / mean of the shares. max, min: times the even share. dead: experts without a token.
-    below_tenth: experts under a tenth of the even share.
+    entropy: of the shares, 1 if even. cv: std / mean of the shares. max, min: times the even share. dead: experts
+    without a token. below_tenth: experts under a tenth of the even share.
     """
     if not counts.numel() or not counts.sum():
         return {}
@@ -85,7 +85,7 @@ class LoadTracker:
         self._previous: list[list[float]] | None = None
 
     def update(self, load: Tensor | np.ndarray, *, layers: Sequence[int] | None = None) -> Metrics:
-        """`load/drift_tv` and `load/drift_tv_first` of a step's load; {} for the first step, and for one without a token.
+        """`load/drift_tv` and `load/drift_tv_first` of a step's load; {} for the first step and one without a token.
 
         Args:
             load: [l, e] counts or shares of the whole step.

@@ -34,6 +34,12 @@ class CorrectionConfig:
 
     batch_normalize: bool = False
     """Divide the weight by its mean over the kept tokens of the minibatch."""
+
+
+@dataclass(frozen=True)
+class TokenWeightConfig(CorrectionConfig):
+    """Arguments of corrections whose token weights can be reduced to one per sequence."""
+
     w_reduce: str = "none"
     """`geo_mean`: one weight per sequence, the geometric mean of its token weights (for level geo_clip)."""
 
@@ -42,7 +48,7 @@ class CorrectionConfig:
 
 
 def log_mismatch(x: LossInputs, level: str) -> Tensor:
-    """log of u = pi_old / pi_rollout [t] at `level`, clamped: `token`; `seq`, the product; `geo`, the geometric mean."""
+    """log(pi_old / pi_rollout) [t] at `level`, clamped: `token`; `seq`, the product; `geo`, the geometric mean."""
     token = (x.old_logprobs - x.rollout_logprobs).detach()
     if level == "token":
         return clamp_log_ratio(token)
@@ -50,7 +56,7 @@ def log_mismatch(x: LossInputs, level: str) -> Tensor:
     return clamp_log_ratio(reduce(token, x.mask, x.seq_ids, x.num_seqs))
 
 
-def reduce_weight(weight: Tensor, x: LossInputs, cfg: CorrectionConfig) -> Tensor:
+def reduce_weight(weight: Tensor, x: LossInputs, cfg: TokenWeightConfig) -> Tensor:
     """Apply `cfg.w_reduce` to token weights [t]."""
     if cfg.w_reduce == "none":
         return weight

@@ -17,8 +17,8 @@ def mismatch_metrics(
 ) -> Metrics:
     """Every `mm/*` number of the pair, over live tokens whose two logprobs are finite.
 
-    Means and maxima merge exactly over micro-batches and ranks; effective sample sizes and the correlation do not: they are exact
-    in one call over all tokens, and over several calls the mean weighted by tokens (sequences).
+    Means and maxima merge exactly over micro-batches and ranks; effective sample sizes and the correlation do not: they
+    are exact in one call over all tokens, and over several calls the mean weighted by tokens (sequences).
 
     Args:
         old_logprobs: [t]; the current ones instead give total off-policyness.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms import kl as kl_estimators
-from moerl.algorithms.compose import composition_errors
+from moerl.algorithms.compose import composition_errors, value_errors
 from moerl.algorithms.mismatch import TokenCorrection
 from moerl.algorithms.ratio import LEVELS, LOG_RATIO_LIMIT, clamp_log_ratio
 from moerl.algorithms.registries import corrections, trust_regions
@@ -23,7 +23,7 @@ from moerl.errors import ConfigError
 from moerl.metrics import Max, Mean, Metrics
 
 CORRECTION_MEAN = "correction_mean"
-"""Key of `LossInputs.constants`: mean correction weight over the kept tokens of the whole minibatch (`batch_normalize`)."""
+"""Key of `LossInputs.constants`: mean correction weight over the minibatch's kept tokens (`batch_normalize`)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PolicyTerm:
 
 @dataclass(frozen=True)
 class Objective:
-    """One number per micro-batch: `sum(weight * token_loss)`, which adds up over micro-batches and ranks without scaling."""
+    """One number per micro-batch, `sum(weight * token_loss)`; it adds up over micro-batches and ranks as it is."""
 
     policy: PolicyTerm
     kl: KLSection
@@ -68,7 +68,7 @@ class Objective:
         metrics.update(policy_metrics)
         if self.kl.place == "loss":
             value = self._kl(clean.inputs)
-            # Off-policy corrections and their masks never touch the KL; only a token without a finite logprob drops out.
+            # Off-policy corrections never touch the KL; only a token without a finite logprob drops out.
             loss = loss + self.kl.coefficient * (clean.inputs.weights.kl * torch.where(clean.live, value, 0)).sum()
             metrics["kl/ref"] = _token_mean(value, clean.live)
         if self.entropy_coefficient:
@@ -77,7 +77,7 @@ class Objective:
         return loss, metrics
 
     def correction_mean(self, x: LossInputs) -> Mean:
-        """This micro-batch's part of the constant `correction_mean`; merge over micro-batches and ranks, then take the value."""
+        """This micro-batch's part of the constant `correction_mean`; merge over micro-batches and ranks."""
         clean = sanitise(x, reads_rollout_logprobs=self.reads_rollout_logprobs)
         corrected = self.policy.correct(clean.inputs, self.policy.correction_config)
         return _token_mean(corrected.weight, clean.inputs.mask & corrected.keep)
@@ -106,7 +106,7 @@ class Objective:
         return loss, metrics
 
     def _split_router_shift(self, x: LossInputs) -> tuple[LossInputs, Tensor | float]:
-        """Floor gamma; give log gamma for before the clip, and leave in `x.router_shift` what is to be applied after it."""
+        """Floor gamma; give log gamma for before the clip, and leave in `x.router_shift` what is applied after it."""
         shift = self.policy.router_shift
         gamma = x.router_shift.clamp(min=shift.gamma_min, max=1.0) if shift.enabled else torch.ones_like(x.advantages)
         if shift.enabled and shift.stage == "before_clip":
@@ -128,7 +128,7 @@ def build_objective(cfg: AlgorithmSection) -> Objective:
         ConfigError: axes that do not go together (all of them, one a line), or a plugin node that is wrong.
     """
     values = dataclasses.asdict(cfg)
-    errors = composition_errors(values)
+    errors = [*value_errors(values), *composition_errors(values)]
     if errors:
         raise ConfigError("\n".join(errors))
     trust, trust_config = trust_regions.resolve(cfg.trust, where="algorithm.trust")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from moerl.registry import Registry
 
 trust_regions: Registry = Registry("trust region", "moerl.algorithms.trust")
-"""`(log_ratio [t], x: LossInputs, cfg) -> TokenLoss`; trait `form`: `ratio`, `score`, or `any` (then trait `score` is the
-score-form function). Reads only live, finite values; never masks or reduces. `needs` may also name `rollout_logprobs`."""
+"""`(log_ratio [t], x: LossInputs, cfg) -> TokenLoss`; trait `form`: `ratio`, `score`, or `any` (then trait `score` is
+the score-form function). Reads only usable values; never masks or reduces. `needs` may also name `rollout_logprobs`."""
 
 corrections: Registry = Registry("correction", "moerl.algorithms.correction")
 """`(x: LossInputs, cfg) -> TokenCorrection`; trait `weighs`: whether the weight can differ from 1."""

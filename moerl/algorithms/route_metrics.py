@@ -1,8 +1,8 @@
 """Routing drift: how far two routings of the same tokens are apart, and how the experts are loaded.
 
-Two routings a (earlier, or the rollout's) and b (later, or training's), each [t, l, k] expert ids; sets compare as sets. Under
-replay, give the router's own top-k. Means carry their counts, so that micro-batches and ranks merge exactly; quantiles do not
-merge: they are exact in one call over all tokens, and over several calls the mean weighted by tokens.
+Two routings a (earlier, or rollout's) and b (later, or training's), each [t, l, k] expert ids; sets compare as sets.
+Under replay, give the router's own top-k. Means carry their counts, so that micro-batches and ranks merge exactly;
+quantiles do not merge: they are exact in one call over all tokens, and over several calls the mean weighted by tokens.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def route_metrics(
 
 
 def router_shift_gamma(old_logq_on_S: Tensor, new_logq_on_S: Tensor) -> Tensor:
-    """Raw gamma [t] of RSPO (arXiv 2510.23027) in (0, 1]: exp of minus the mean over layers of the mean deviation of log q.
+    """Raw gamma [t] in (0, 1] of RSPO (arXiv 2510.23027): exp(-mean over layers of the mean deviation of log q).
 
     Args:
         old_logq_on_S: [t, l, k] log q under the old weights, on the experts that were active then.
@@ -130,8 +130,8 @@ def _distances(a_routes: Tensor, a_logq: Tensor, b_logq: Tensor) -> dict[str, Te
     """KL(a||b), Jensen-Shannon, total variation and RSPO's deviation on a's experts: [t, l] float64 each."""
     rows = max(1, _CHUNK_ELEMENTS // max(1, a_logq.shape[1] * a_logq.shape[2]))
     parts: dict[str, list[Tensor]] = {"kl": [], "js": [], "tv": [], "dev": []}
-    for routes, a, b in zip(a_routes.split(rows), a_logq.split(rows), b_logq.split(rows), strict=True):
-        a, b = a.detach().double().clamp(min=-100.0), b.detach().double().clamp(min=-100.0)
+    for routes, a_part, b_part in zip(a_routes.split(rows), a_logq.split(rows), b_logq.split(rows), strict=True):
+        a, b = (part.detach().double().clamp(min=-100.0) for part in (a_part, b_part))
         p, q = a.exp(), b.exp()
         middle = ((p + q) / 2).log()
         parts["kl"].append((p * (a - b)).sum(-1))

@@ -1,4 +1,4 @@
-"""What cannot be computed with is taken out once, before any exp and any product: 0 * inf is NaN, and no mask removes it."""
+"""What cannot be computed with is taken out once, before any exp or product: no mask removes the NaN of 0 * inf."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CleanInputs:
     """Inputs in which every token may be computed with."""
 
     inputs: LossInputs
-    """Detached but for `logprobs` and `entropy`; `mask` is True where the policy term and sequence statistics may look."""
+    """Detached but for `logprobs` and `entropy`; `mask`: where the policy term and sequence statistics may look."""
     live: Tensor
     """[t] bool: tokens that train, wider than `inputs.mask` by those whose rollout logprob alone is unusable."""
     metrics: Metrics

@@ -15,8 +15,8 @@ from moerl.metrics import Max, Mean, Metrics, Min, Sum
 def group_advantages(cfg: AdvantageSection, x: CreditInputs) -> tuple[Tensor, Metrics]:
     """One advantage per row, [n] float64, detached; rows and group labels in any order.
 
-    A row whose reward is NaN is out of every statistic and gets 0. A group without spread gets exact zeros wherever the center
-    or the scale is of the group.
+    A row whose reward is NaN is out of every statistic and gets 0. A group without spread gets exact zeros wherever
+    the center or the scale is of the group.
 
     Raises:
         ConfigError: an unknown transform or post, or one of its arguments.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moerl.algorithms.checks import check_above, check_range
-from moerl.algorithms.mismatch import MISMATCH_NEEDS, CorrectionConfig, TokenCorrection, log_mismatch, reduce_weight
+from moerl.algorithms.mismatch import MISMATCH_NEEDS, CorrectionConfig, TokenCorrection, log_mismatch
 from moerl.algorithms.registries import corrections
 from moerl.algorithms.types import LossInputs
 
@@ -18,7 +18,6 @@ class IcepopConfig(CorrectionConfig):
     max: float = 5.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_range("correction.min", self.min, 0.0)
         check_above("correction.max", self.max, self.min)
 
@@ -27,4 +26,4 @@ class IcepopConfig(CorrectionConfig):
 def icepop(x: LossInputs, cfg: IcepopConfig) -> TokenCorrection:
     """w = u, k = [min <= u <= max]."""
     u = log_mismatch(x, "token").exp()
-    return TokenCorrection(reduce_weight(u, x, cfg), (u >= cfg.min) & (u <= cfg.max))
+    return TokenCorrection(u, (u >= cfg.min) & (u <= cfg.max))

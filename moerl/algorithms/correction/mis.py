@@ -13,7 +13,6 @@ from moerl.algorithms.mismatch import (
     TokenCorrection,
     check_level,
     log_mismatch,
-    reduce_weight,
 )
 from moerl.algorithms.registries import corrections
 from moerl.algorithms.types import LossInputs
@@ -31,7 +30,6 @@ class MisConfig(CorrectionConfig):
     """`ratio`: u inside the band; `one`: pure rejection (a survey's form)."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_level(self.level)
         check_choice("correction.weight", self.weight, ("ratio", "one"))
         check_range("correction.min", self.min, 0.0)
@@ -42,5 +40,5 @@ class MisConfig(CorrectionConfig):
 def mis(x: LossInputs, cfg: MisConfig) -> TokenCorrection:
     """w = u or 1, k = [min <= u <= max]."""
     u = log_mismatch(x, cfg.level).exp()
-    weight = reduce_weight(u, x, cfg) if cfg.weight == "ratio" else torch.ones_like(u)
+    weight = u if cfg.weight == "ratio" else torch.ones_like(u)
     return TokenCorrection(weight, (u >= cfg.min) & (u <= cfg.max))

@@ -1,4 +1,4 @@
-"""Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556): drop bad answers that the policy has moved away from."""
+"""Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556): drop bad answers that the policy moved away from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rejection by an estimate of KL(rollout || train), per token or per sequence (trust region masking, arXiv 2512.23075)."""
+"""Rejection by an estimate of KL(rollout || train), per token or sequence (trust region masking, arXiv 2512.23075)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RsConfig:
     stat: str = "seq_mean"
     """`token`, `seq_sum`, `seq_mean` or `seq_max`."""
     estimator: str = "k3"
-    """`k1`: u = train / rollout must lie in [min_ratio, max_ratio]; `k2`, `k3`: the statistic must be at most `threshold`."""
+    """`k1`: u = train / rollout must lie in [min_ratio, max_ratio]; `k2`, `k3`: the statistic at most `threshold`."""
     threshold: float = 0.05
     min_ratio: float = 0.5
     max_ratio: float = 2.0

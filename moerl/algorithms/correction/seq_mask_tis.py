@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moerl.algorithms.checks import check_above, check_range
-from moerl.algorithms.mismatch import MISMATCH_NEEDS, CorrectionConfig, TokenCorrection, log_mismatch, reduce_weight
+from moerl.algorithms.mismatch import MISMATCH_NEEDS, TokenCorrection, TokenWeightConfig, log_mismatch, reduce_weight
 from moerl.algorithms.registries import corrections
 from moerl.algorithms.types import LossInputs
 
 
 @dataclass(frozen=True)
-class SeqMaskTisConfig(CorrectionConfig):
+class SeqMaskTisConfig(TokenWeightConfig):
     """Cap of the token weight, band of the sequence's geometric mean."""
 
     cap: float = 2.0

@@ -1,4 +1,4 @@
-"""Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy training")."""
+"""Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework...")."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from moerl.algorithms.checks import check_above
 from moerl.algorithms.mismatch import (
     MISMATCH_NEEDS,
-    CorrectionConfig,
     TokenCorrection,
+    TokenWeightConfig,
     all_kept,
     check_level,
     log_mismatch,
@@ -19,7 +19,7 @@ from moerl.algorithms.types import LossInputs
 
 
 @dataclass(frozen=True)
-class TisConfig(CorrectionConfig):
+class TisConfig(TokenWeightConfig):
     """Weight min(u, cap)."""
 
     level: str = "token"

@@ -1,4 +1,4 @@
-"""PPO's clip (arXiv 1707.06347), clip-higher (DAPO), dual clip (arXiv 1912.09729), two-sided delta (arXiv 2505.07291)."""
+"""PPO's clip (arXiv 1707.06347), clip-higher (DAPO), dual clip (arXiv 1912.09729), delta (arXiv 2505.07291)."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ class ClipConfig:
 
 @trust_regions.register("clip", ClipConfig, form="ratio")
 def clip(log_ratio: Tensor, x: LossInputs, cfg: ClipConfig) -> TokenLoss:
-    """-min(x A, clip(x) A)."""
+    """PPO's pessimistic surrogate."""
     bounds = (1 - cfg.lo, 1 + cfg.hi)
     return clipped_surrogate(log_ratio.exp(), x.advantages, bounds, dual_c=cfg.dual_c, delta=cfg.delta)

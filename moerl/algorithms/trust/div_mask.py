@@ -1,4 +1,4 @@
-"""DPPO's divergence mask (arXiv 2602.04879): drop tokens that moved too far from the rollout policy and move further."""
+"""DPPO's divergence mask (arXiv 2602.04879): drop tokens too far from the rollout policy that move further."""
 
 from __future__ import annotations
 

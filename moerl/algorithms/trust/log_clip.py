@@ -28,7 +28,7 @@ class LogClipConfig:
 
 @trust_regions.register("log_clip", LogClipConfig, form="ratio")
 def log_clip(log_ratio: Tensor, x: LossInputs, cfg: LogClipConfig) -> TokenLoss:
-    """-A exp(mean of clipped token log-ratios). `x.router_shift` is what is left to multiply after the clip: 1, or RSPO v1's."""
+    """-A exp(mean of clipped token log-ratios); `x.router_shift` is what multiplies after the clip: 1, or RSPO v1's."""
     high = (x.advantages > 0) & (log_ratio > cfg.hi)
     low = (x.advantages < 0) & (log_ratio < -cfg.lo)
     clipped = torch.where(high, cfg.hi, torch.where(low, -cfg.lo, log_ratio))

@@ -1,4 +1,4 @@
-"""GDPO's reward-decoupled advantages (arXiv 2601.05242): each component is normalised in its group before they are summed."""
+"""GDPO's reward-decoupled advantages (arXiv 2601.05242): components are normalised in their group, then summed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def decoupled(table: RewardTable, cfg: DecoupledConfig) -> Tensor:
     num_components = table.components.shape[1]
     if cfg.weights and len(cfg.weights) != num_components:
         raise ConfigError(
-            f"algorithm.advantage.transform.weights has {len(cfg.weights)} numbers for {num_components} rewards; give one each, "
-            "or leave it empty"
+            f"algorithm.advantage.transform.weights has {len(cfg.weights)} numbers for {num_components} rewards; "
+            "give one each, or leave it empty"
         )
     weights = cfg.weights or table.component_weights.tolist()
     parts = list(zip(weights, table.components.unbind(1), strict=True))
