@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -242,16 +242,6 @@ def checked_source(source: WeightSource, family: ModelFamily, hf: HFConfig) -> W
     unfused = Unfused(source, family.fused_slices(hf))
     check_names(unfused, family.weight_rules(hf), family.ignored_names(hf))
     return unfused
-
-
-def read_parameters(source: WeightSource, rules: Iterable[Rule]) -> Iterator[tuple[Rule, Tensor]]:
-    """Each rule with its whole parameter, read when it is asked for.
-
-    Raises:
-        CheckpointError: a tensor is missing or has the wrong shape.
-    """
-    for rule in rules:
-        yield rule, rule.to_megatron({name: source.get(name) for name in rule.hf_names})
 
 
 def _read_json(path: Path) -> dict[str, Any]:

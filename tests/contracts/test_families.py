@@ -1,0 +1,171 @@
+"""What every registered model family must keep; a new family adds its configurations to SAMPLES."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moerl.models.family import GPT_ARGUMENTS, families, family_of
+from moerl.models.hf_folder import HFFolder, InMemory, checked_source, read_config
+from moerl.models.rules import Vocab
+
+# Sizes are awkward on purpose: every pair of dims differs where a mix-up could hide, except in the "square" one.
+SAMPLES = {
+    "qwen3_moe": {
+        "grouped": dict(
+            vocab_size=37,
+            hidden_size=20,
+            intermediate_size=28,
+            moe_intermediate_size=12,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=6,
+            num_experts=5,
+            num_experts_per_tok=3,
+            mlp_only_layers=[1],
+            norm_topk_prob=True,
+        ),
+        "sparse_step_tied": dict(
+            vocab_size=41,
+            hidden_size=24,
+            intermediate_size=44,
+            moe_intermediate_size=8,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=10,
+            num_experts=3,
+            num_experts_per_tok=1,
+            decoder_sparse_step=2,
+            norm_topk_prob=False,
+            tie_word_embeddings=True,
+        ),
+        "square": dict(
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=16,
+            moe_intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=4,
+            num_experts=16,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+        ),
+    }
+}
+CASES = [(family, sample) for family in SAMPLES for sample in SAMPLES[family]]
+
+
+class Checkpoint:
+    """A random model as transformers saves it, and as it is in memory."""
+
+    def __init__(self, folder: Path, family: str, sample: str) -> None:
+        import transformers
+
+        (architecture,) = families.get(family).traits["architectures"]
+        model_class = getattr(transformers, architecture)
+        torch.manual_seed(0)
+        model = model_class(model_class.config_class(**SAMPLES[family][sample]))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter)
+        model.save_pretrained(folder)
+        self.folder = folder
+        self.in_memory: dict[str, Tensor] = {name: value.detach() for name, value in model.state_dict().items()}
+        self.hf = read_config(folder)
+        self.family = family_of(self.hf)
+        self.rules = self.family.weight_rules(self.hf)
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            self.on_disk = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
+def checkpoint(request, tmp_path_factory) -> Checkpoint:
+    return Checkpoint(tmp_path_factory.mktemp("hf"), *request.param)
+
+
+def test_every_family_has_samples():
+    assert set(SAMPLES) == set(families.names())
+
+
+def test_names_and_shapes_are_those_transformers_saves(checkpoint):
+    made = {n: s for rule in checkpoint.rules for n, s in zip(rule.hf_names, rule.hf_shapes, strict=True)}
+    assert made == {name: tuple(tensor.shape) for name, tensor in checkpoint.on_disk.items()}
+
+
+def test_every_name_comes_once(checkpoint):
+    megatron = [rule.megatron_name for rule in checkpoint.rules]
+    hugging_face = [name for rule in checkpoint.rules for name in rule.hf_names]
+    assert len(set(megatron)) == len(megatron)
+    assert len(set(hugging_face)) == len(hugging_face)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("vocab_multiple", [1, 16])
+def test_join_shard_gather_split_is_bitwise(checkpoint, size, dtype, vocab_multiple):
+    stored = {name: tensor.to(dtype) for name, tensor in checkpoint.on_disk.items()}
+    returned: dict[str, Tensor] = {}
+    for rule in checkpoint.family.weight_rules(checkpoint.hf, vocab_multiple=vocab_multiple):
+        whole = rule.to_megatron(stored)
+        assert tuple(whole.shape) == rule.megatron_shape()
+        shards = [rule.shard(whole, rank, size).clone() for rank in range(size)]
+        assert {tuple(shard.shape) for shard in shards} == {rule.shard_shape(size)}
+        if rule.tensor_axis is not None and not isinstance(rule, Vocab):
+            assert sum(shard.numel() for shard in shards) == whole.numel()
+        returned |= rule.to_hf(rule.gather(shards))
+    assert list(returned) == [name for rule in checkpoint.rules for name in rule.hf_names]
+    for name, tensor in stored.items():
+        assert returned[name].dtype == dtype
+        assert torch.equal(returned[name], tensor), name
+
+
+def test_fused_names_in_memory_read_as_on_disk(checkpoint):
+    on_disk = checked_source(HFFolder(checkpoint.folder), checkpoint.family, checkpoint.hf)
+    in_memory = checked_source(InMemory(checkpoint.in_memory), checkpoint.family, checkpoint.hf)
+    needed = {name for rule in checkpoint.rules for name in rule.hf_names}
+    assert on_disk.names() == needed
+    assert needed <= in_memory.names()
+    for name in needed:
+        assert torch.equal(in_memory.get(name), on_disk.get(name)), name
+        assert in_memory.shape(name) == on_disk.shape(name)
+
+
+def test_settings_are_plain_values_that_megatron_knows(checkpoint):
+    settings = checkpoint.family.transformer_kwargs(checkpoint.hf)
+    assert json.loads(json.dumps(settings)) == settings
+    # read, not imported: megatron must not be imported before the CPU stand-ins are in place
+    spec = importlib.util.find_spec("megatron")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("megatron-core is not installed")
+    core = Path(next(iter(spec.submodule_search_locations))) / "core"
+    known = _class_fields(core / "transformer" / "transformer_config.py", "TransformerConfig")
+    known |= _class_fields(core / "model_parallel_config.py", "ModelParallelConfig")
+    gpt = _constructor_arguments(core / "models" / "gpt" / "gpt_model.py", "GPTModel")
+    assert settings.keys() - GPT_ARGUMENTS <= known
+    assert settings.keys() & GPT_ARGUMENTS <= gpt
+    assert len(settings["moe_layer_freq"]) == settings["num_layers"]
+
+
+def _class_node(path: Path, name: str) -> ast.ClassDef:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def _class_fields(path: Path, name: str) -> set[str]:
+    nodes = [node for node in _class_node(path, name).body if isinstance(node, ast.AnnAssign)]
+    return {node.target.id for node in nodes if isinstance(node.target, ast.Name)}
+
+
+def _constructor_arguments(path: Path, name: str) -> set[str]:
+    functions = [node for node in _class_node(path, name).body if isinstance(node, ast.FunctionDef)]
+    return {argument.arg for node in functions if node.name == "__init__" for argument in node.args.args}

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moerl.errors import CheckpointError, DataError
+from moerl.models.hf_export import write_hf_folder
+from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder, read_config
+
+WEIGHTS = {f"w{i}": torch.full((10, i + 1), float(i)) for i in range(6)} | {"count": torch.arange(4)}
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"b": 1, "torch_dtype": "bfloat16", "a": [2]}))
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
+    (folder / "model.safetensors").write_bytes(b"old weights are not copied")
+    (folder / "README.md").write_text("nor is this")
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_single_file_and_what_is_copied(tmp_path, source):
+    out = tmp_path / "out"
+    write_hf_folder(out, WEIGHTS.items(), source)
+    names = {"config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json", SINGLE_FILE}
+    assert set(content(out)) == names
+    assert content(out)["tokenizer.json"] == content(source)["tokenizer.json"]
+    assert list(read_config(out).items()) == [("b", 1), ("torch_dtype", "float32"), ("a", [2])]
+    read = HFFolder(out)
+    assert read.names() == set(WEIGHTS)
+    for name, tensor in WEIGHTS.items():
+        assert torch.equal(read.get(name), tensor)
+    assert leftovers(tmp_path) == []
+
+
+def test_shards_are_bounded_and_indexed(tmp_path, source):
+    out = tmp_path / "out"
+    write_hf_folder(out, WEIGHTS.items(), source, max_shard_bytes=250)
+    shards = sorted(path.name for path in out.glob("*.safetensors"))
+    assert shards == [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    assert len(shards) > 2
+    index = json.loads((out / INDEX_FILE).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in WEIGHTS.values())
+    assert set(index["weight_map"]) == set(WEIGHTS)
+    for shard in shards:
+        held = [name for name, file in index["weight_map"].items() if file == shard]
+        assert len(held) == 1 or sum(WEIGHTS[name].nbytes for name in held) <= 250
+    read = HFFolder(out)
+    for name, tensor in WEIGHTS.items():
+        assert torch.equal(read.get(name), tensor)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [250, 10**9])
+def test_bytes_are_deterministic(tmp_path, source, max_shard_bytes):
+    for name in ("one", "two"):
+        write_hf_folder(tmp_path / name, WEIGHTS.items(), source, max_shard_bytes=max_shard_bytes)
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+
+
+@pytest.mark.parametrize("spelling", ["torch_dtype", "dtype", None])
+def test_casts_floats_only_and_says_so(tmp_path, source, spelling):
+    config = {"x": 1} if spelling is None else {"x": 1, spelling: "float32"}
+    (source / "config.json").write_text(json.dumps(config))
+    write_hf_folder(tmp_path / "out", WEIGHTS.items(), source, dtype=torch.bfloat16)
+    read = HFFolder(tmp_path / "out")
+    assert read.get("w3").dtype == torch.bfloat16
+    assert read.get("count").dtype == torch.int64
+    assert read_config(tmp_path / "out") == {"x": 1, spelling or "torch_dtype": "bfloat16"}
+
+
+def test_tensors_may_change_after_they_were_handed_over(tmp_path, source):
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        buffer = torch.zeros(3)
+        for i in range(3):
+            buffer.fill_(i)
+            yield f"w{i}", buffer
+
+    write_hf_folder(tmp_path / "out", stream(), source)
+    assert [HFFolder(tmp_path / "out").get(f"w{i}").tolist() for i in range(3)] == [[i] * 3 for i in range(3)]
+
+
+def test_views_and_shared_memory_are_written_whole(tmp_path, source):
+    base = torch.arange(12.0).reshape(3, 4)
+    write_hf_folder(tmp_path / "out", [("t", base.T), ("row", base[1]), ("same", base[1])], source)
+    read = HFFolder(tmp_path / "out")
+    assert torch.equal(read.get("t"), base.T)
+    assert torch.equal(read.get("row"), read.get("same"))
+
+
+def test_an_older_folder_is_replaced_and_survives_a_failure(tmp_path, source):
+    out = tmp_path / "out"
+    write_hf_folder(out, [("w", torch.ones(2))], source)
+
+    def breaking() -> Iterator[tuple[str, Tensor]]:
+        yield "w", torch.zeros(2)
+        raise RuntimeError("the trainer died")
+
+    with pytest.raises(RuntimeError, match="the trainer died"):
+        write_hf_folder(out, breaking(), source, max_shard_bytes=1)
+    assert HFFolder(out).get("w").tolist() == [1, 1]
+    write_hf_folder(out, [("w", torch.zeros(2)), ("v", torch.zeros(1))], source)
+    assert HFFolder(out).names() == {"w", "v"}
+    assert leftovers(tmp_path) == []
+
+
+def test_bad_input(tmp_path, source):
+    with pytest.raises(CheckpointError, match="tensor 'w' came twice"):
+        write_hf_folder(tmp_path / "out", [("w", torch.ones(1)), ("w", torch.ones(1))], source)
+    with pytest.raises(CheckpointError, match="no tensors to write"):
+        write_hf_folder(tmp_path / "out", [], source)
+    with pytest.raises(DataError, match=r"config\.json does not exist"):
+        write_hf_folder(tmp_path / "out", WEIGHTS.items(), tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write .*file/out .*free space or choose another folder"):
+        write_hf_folder(tmp_path / "file" / "out", WEIGHTS.items(), source)
+    assert not (tmp_path / "out").exists()
+    assert leftovers(tmp_path) == []
+
+
+FULL_DISK = """
+import resource, signal, sys, torch
+from moerl.errors import CheckpointError
+from moerl.models.hf_export import write_hf_folder
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    write_hf_folder(sys.argv[2], [("w", torch.zeros(100_000))], sys.argv[1])
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_refuses(tmp_path, source):
+    out = tmp_path / "out"
+    write_hf_folder(out, [("w", torch.ones(2))], source)
+    command = [sys.executable, "-c", FULL_DISK, str(source), str(out)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert f"cannot write {out}" in said
+    assert "free space" in said
+    assert HFFolder(out).get("w").tolist() == [1, 1]
+    assert leftovers(tmp_path) == []
+
+
+def test_transformers_reads_it_back(tmp_path):
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=7,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        num_experts=3,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "source")
+    folder = HFFolder(tmp_path / "source")
+    stream = ((name, folder.get(name)) for name in sorted(folder.names()))
+    write_hf_folder(tmp_path / "out", stream, tmp_path / "source", max_shard_bytes=2000)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded.config.dtype == torch.float32
