@@ -30,8 +30,7 @@ class ReasoningGymConfig:
 def generate_tasks(config: ReasoningGymConfig) -> list[Row]:
     """`size` tasks of one generator; the same for the same seed.
 
-    `metadata["entry"]` is the generator's whole entry; `metadata["task"]` and `metadata["config"]` say how to build its
-    scorer.
+    `metadata["entry"]` is the generator's own entry; `metadata["task"]` and `metadata["config"]` say how to build its scorer.
 
     Raises:
         ConfigError: the package is missing, the task is unknown (with the nearest names), or its settings are wrong.
@@ -59,21 +58,7 @@ def generate_tasks(config: ReasoningGymConfig) -> list[Row]:
         where = f"reasoning_gym:{config.task}#{index}"
         if not str(entry["question"]).strip():
             raise DataError(f"{where}: the generator made an empty question; try another seed than {config.seed}")
-        metadata = {"task": config.task, "config": dict(config.config), "entry": _plain(entry)}
+        metadata = {"task": config.task, "config": dict(config.config), "entry": entry}
         answer = None if entry["answer"] is None else str(entry["answer"])
         rows.append(Row(index, entry["question"], answer, where, metadata=metadata))
     return rows
-
-
-def _plain(value: Any) -> Any:
-    """The entry in JSON types: it travels to another process, and nothing is unpickled there.
-
-    Tuples become lists and what JSON lacks becomes its text; scorers that read such a field see that.
-    """
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    return value.item() if hasattr(value, "item") else str(value)

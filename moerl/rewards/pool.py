@@ -1,0 +1,216 @@
+"""A pool of sandboxed verifier processes. What runs inside, and behind which walls: `worker.py`, `sandbox.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from moerl.errors import RewardError
+from moerl.rewards import worker
+
+_LOG = logging.getLogger(__name__)
+
+START_SECONDS = 120.0
+"""For a fresh process, and for the first import of a judge (sympy on a loaded machine)."""
+GRACE_SECONDS = 5.0
+"""After a task's deadline, for the worker to report it; then the worker is replaced."""
+EXPECTED_LAYERS = frozenset({"limits", "audit", "seccomp", "landlock", "namespaces"})
+
+ErrorKind = Literal["", "timeout", "crash", "exception"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of one task."""
+
+    value: Any
+    """JSON value of the function; None where it failed."""
+    error: ErrorKind = ""
+    """`timeout`, `crash` (the process died) or `exception`."""
+    text: str = ""
+    """Why it failed, for people."""
+    seconds: float = 0.0
+    """From when a worker started on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    request: dict[str, Any]
+    future: Future[Verdict]
+
+
+class SandboxPool:
+    """Runs `module:function` on JSON arguments in processes of its own. Safe to use from any thread and any event loop.
+
+    Every task runs in a fresh fork of a worker that has the function imported, with an empty environment, in an
+    empty folder,
+    and is killed at its deadline. The deadline counts from when a worker starts the task, never the wait in the queue.
+    Workers start on first use; they end with `close()`, or with this process.
+    """
+
+    def __init__(self, num_workers: int, timeout_seconds: float, memory_bytes: int) -> None:
+        """`memory_bytes` bounds the address space of one task."""
+        if num_workers < 1 or timeout_seconds <= 0 or memory_bytes < 2**26:
+            raise RewardError(
+                f"reward.num_workers={num_workers} must be at least 1, reward.timeout_seconds={timeout_seconds} "
+                f"above 0 and "
+                f"reward.memory_bytes={memory_bytes} at least {2**26}"
+            )
+        self._num_workers = num_workers
+        self._timeout_seconds = timeout_seconds
+        self._memory_bytes = memory_bytes
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def submit(self, function: str, kwargs: dict[str, Any], *, timeout_seconds: float | None = None) -> Future[Verdict]:
+        """Queue one task. A function that fails gives a `Verdict` with an error.
+
+        The future raises `RewardError` where no verdict is possible at all: no such function, or no process can start.
+        """
+        future: Future[Verdict] = Future()
+        timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        request = {"function": function, "kwargs": kwargs, "timeout_seconds": timeout}
+        with self._lock:
+            if self._is_closed:
+                raise RewardError("the verifier pool is closed; build a new scorer")
+            self._tasks.put(_Task(request, future))
+            if len(self._threads) < self._num_workers:
+                thread = threading.Thread(target=self._serve, name=f"verifier-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        return future
+
+    async def run(self, function: str, kwargs: dict[str, Any], *, timeout_seconds: float | None = None) -> Verdict:
+        """`submit`, awaited."""
+        return await asyncio.wrap_future(self.submit(function, kwargs, timeout_seconds=timeout_seconds))
+
+    def close(self) -> None:
+        """Finish what is queued, then stop the workers. May be called twice."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                for _ in self._threads:
+                    self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        """One thread for the whole life of one worker slot: the worker is killed when the thread that started it
+        ends.
+        """
+        process: _WorkerProcess | None = None
+        while (task := self._tasks.get()) is not None:
+            if not task.future.set_running_or_notify_cancel():
+                continue
+            try:
+                if process is None or not process.is_alive():
+                    process = _WorkerProcess(self._memory_bytes)
+                task.future.set_result(process.ask(task.request))
+            except RewardError as error:
+                task.future.set_exception(error)
+        if process is not None:
+            process.stop()
+
+
+class _WorkerProcess:
+    """One `worker.py`."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="moerl-verifier-")
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by stop()
+        child_in, self._to_child = os.pipe()
+        self._from_child, child_out = os.pipe()
+        command = [sys.executable, "-I", "-B", "-X", "utf8", str(Path(worker.__file__)), str(child_in), str(child_out)]
+        single_threaded = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                cwd=self._folder.name,
+                env={"LANG": "C.UTF-8", **single_threaded},
+                pass_fds=(child_in, child_out),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RewardError(f"cannot start a verifier process with {sys.executable} ({error})") from error
+        finally:
+            os.close(child_in)
+            os.close(child_out)
+        paths = [str(Path(p or ".").absolute()) for p in sys.path]  # the worker runs in another folder
+        hello = self._exchange({"path": paths, "memory_bytes": memory_bytes}, START_SECONDS)
+        if hello is None:
+            text = self._last_words()
+            self.stop()
+            raise RewardError(f"a verifier process did not start: {text}")
+        missing = sorted(EXPECTED_LAYERS - set(hello["layers"]))
+        if missing:
+            _LOG.warning("the verifier sandbox lacks these layers on this machine: %s", ", ".join(missing))
+
+    def is_alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None
+
+    def ask(self, request: dict[str, Any]) -> Verdict:
+        """One task. The worker keeps the deadline; only one that does not answer at all is killed from here."""
+        limit = request["timeout_seconds"] + GRACE_SECONDS + START_SECONDS
+        start = time.monotonic()
+        reply = self._exchange(request, limit)
+        seconds = time.monotonic() - start
+        if reply is None:
+            text = self._last_words()
+            self.stop()
+            return Verdict(None, "crash", f"the verifier process was lost: {text}", seconds)
+        if reply.get("error") == "broken":
+            raise RewardError(f"verifier {request['function']} cannot be imported: {reply['text'].strip()}")
+        return Verdict(reply.get("value"), reply.get("error", ""), reply.get("text", ""), reply["seconds"])
+
+    def stop(self) -> None:
+        """End the process; it leaves by itself when its pipe closes."""
+        for fd in (self._to_child, self._from_child):
+            if fd >= 0:
+                os.close(fd)
+        self._to_child = self._from_child = -1
+        try:
+            self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._stderr.close()
+        self._folder.cleanup()
+
+    def _exchange(self, value: dict[str, Any], limit_seconds: float) -> dict[str, Any] | None:
+        """The reply, or None where the process is gone or silent."""
+        try:
+            worker.write_frame(self._to_child, value)
+            if not select.select([self._from_child], [], [], limit_seconds)[0]:
+                self._process.kill()
+                return None
+            return worker.read_frame(self._from_child)
+        except (EOFError, BrokenPipeError):
+            return None
+
+    def _last_words(self) -> str:
+        """How it ended, and the end of its stderr."""
+        try:
+            status = self._process.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            status = None
+        size = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, size - 500))
+        return f"status {status}; {self._stderr.read().decode(errors='replace').strip() or 'it wrote nothing'}"

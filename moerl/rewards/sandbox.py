@@ -1,0 +1,203 @@
+"""The walls around a verifier that reads hostile text. Standard library only; used inside the worker processes.
+
+| layer | where | what it guarantees |
+|---|---|---|
+| limits | POSIX | address space, CPU seconds, 64 open files, no file data written, no core dump; not root: no
+process or thread |
+| namespaces | Linux, where allowed | a network without any device, and no capability of the caller |
+| landlock | Linux 5.13+ | files can be read only below the interpreter, `sys.path` and the system's libraries; none
+can be written |
+| seccomp | Linux, x86-64 and arm64 | no socket, no process, no program, no signal, nothing created, changed, renamed
+or removed |
+| audit | Python | the same as seccomp as far as Python code goes; native code could pass it by |
+
+Each layer stands alone. With seccomp the others are a second wall; without it (another system) `audit` and `limits`
+remain, which
+stop what model answers try in practice and are no proof against an attacker. Inside its walls a judge that evaluates
+the text can
+still lie about its own verdict: no sandbox can prevent that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_SIGKILL = 9
+_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_THREAD = 0x10000000, 0x40000000, 0x00010000
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+# Numbers of the kernel's interface: (x86-64, arm64); None where the call does not exist.
+_DENIED_CALLS: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200), "sendto": (44, 206),
+    "sendmsg": (46, 211), "sendmmsg": (307, 269), "io_uring_setup": (425, 425),
+    "execve": (59, 221), "execveat": (322, 281), "fork": (57, None), "vfork": (58, None),
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "unshare": (272, 97),
+    "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "add_key": (248, 217),
+    "request_key": (249, 218), "keyctl": (250, 219), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
+    "creat": (85, None), "mknod": (133, None), "mknodat": (259, 33), "unlink": (87, None), "unlinkat": (263, 35),
+    "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "rmdir": (84, None), "mkdir": (83, None),
+    "mkdirat": (258, 34), "link": (86, None), "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36),
+    "truncate": (76, 45), "ftruncate": (77, 46), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53),
+    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utimensat": (280, 88),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+}  # fmt: skip
+_ABSENT_CALLS = {"clone3": (435, 435), "openat2": (437, 437)}  # libraries fall back to what can be filtered
+_CLONE, _OPEN, _OPENAT = (56, 220), (2, None), (257, 56)
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+
+_DENIED_EVENTS = (
+    "socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.kill", "os.remove",
+    "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod", "os.chown", "os.chflags",
+    "os.utime", "os.setxattr", "os.removexattr", "os.putenv", "os.startfile", "pty.", "shutil.", "ctypes.dlopen",
+    "ctypes.dlsym", "signal.pthread_kill", "syslog.", "urllib.", "http.", "ftplib.", "smtplib.", "webbrowser.",
+)  # fmt: skip
+
+_TASK_LAYERS: list[str] = []
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.POINTER(_Filter)))
+
+
+def die_with_parent() -> None:
+    """Ask the kernel (Linux) to kill this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+
+
+def wall_in_worker() -> list[str]:
+    """The layers of the worker itself, inherited by every task; returns the names of those that hold."""
+    if sys.platform != "linux":
+        return []
+    layers = []
+    if _LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0:
+        layers.append("namespaces")
+    _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if _restrict_files():
+        layers.append("landlock")
+    return layers
+
+
+def wall_in_task(*, memory_bytes: int, cpu_seconds: int, filter_calls: _Program | None) -> None:
+    """The layers of one task, in its own process; nothing can take them off again."""
+    os.dup2(1, 2)  # the worker's stdout is /dev/null; opening that anew is a write, which the walls refuse
+    os.close(0)
+    limits = {"RLIMIT_CPU": cpu_seconds, "RLIMIT_FSIZE": 0, "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0, "RLIMIT_NPROC": 0}
+    for name, limit in limits.items():
+        _limit(getattr(resource, name), limit)
+    _limit(resource.RLIMIT_AS, memory_bytes)
+    layers = _TASK_LAYERS
+    layers.append("limits")
+    if filter_calls is not None and _LIBC.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(filter_calls), 0, 0) == 0:
+        layers.append("seccomp")
+    sys.addaudithook(_refuse)
+    layers.append("audit")
+
+
+def layers_of_task() -> list[str]:
+    """The layers that hold around the task that calls this."""
+    return list(_TASK_LAYERS)
+
+
+def call_filter() -> _Program | None:
+    """The seccomp program for this machine, or None where it has none."""
+    found = _ARCHITECTURES.get(platform.machine())
+    if sys.platform != "linux" or found is None:
+        return None
+    column, architecture = found
+    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, deny, absent, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
+    code: list[tuple[int, int, int, int]] = [
+        (load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, kill),
+        (load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, deny),
+    ]  # fmt: skip
+
+    def refuse(number: int | None, verdict: int) -> None:
+        if number is not None:
+            code.extend([(equal, 0, 1, number), (give, 0, 0, verdict)])
+
+    def check_flags(number: int | None, argument: int, bits: int, verdicts: tuple[int, int]) -> None:
+        """Look at the low half of one argument; `verdicts` where any of the bits is set, and where none is."""
+        if number is not None:
+            where = 16 + 8 * argument
+            code.extend([(equal, 0, 4, number), (load, 0, 0, where), (any_bit, 0, 1, bits)])
+            code.extend([(give, 0, 0, verdicts[0]), (give, 0, 0, verdicts[1])])
+
+    for numbers in _DENIED_CALLS.values():
+        refuse(numbers[column], deny)
+    for numbers in _ABSENT_CALLS.values():
+        refuse(numbers[column], absent)
+    check_flags(_CLONE[column], 0, _CLONE_THREAD, (allow, deny))
+    check_flags(_OPEN[column], 1, _WRITE_FLAGS, (deny, allow))
+    check_flags(_OPENAT[column], 2, _WRITE_FLAGS, (deny, allow))
+    code.append((give, 0, 0, allow))
+    return _Program(len(code), (_Filter * len(code))(*(_Filter(*line) for line in code)))
+
+
+def readable_folders() -> list[str]:
+    """What a task may read: the interpreter, everything on `sys.path`, the system's libraries."""
+    installed = [sys.prefix, sys.base_prefix, sys.exec_prefix, *sysconfig.get_paths().values(), *sys.path]
+    package = str(Path(__file__).resolve().parents[1])
+    system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom", "/dev/zero"]
+    return sorted({str(Path(p).resolve()) for p in [*installed, package, *system] if p and Path(p).exists()})
+
+
+def _restrict_files() -> bool:
+    """Landlock (numbers 444 to 446 on every architecture): handle every file right, grant reading below a few
+    folders.
+    """
+    abi = _LIBC.syscall(444, None, ctypes.c_size_t(0), 1)
+    if abi < 1:
+        return False
+    handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
+    read_file, read_folder = 1 << 2, 1 << 3
+    attributes = (ctypes.c_uint64 * 1)(handled)
+    ruleset = _LIBC.syscall(444, ctypes.byref(attributes), ctypes.c_size_t(8), 0)
+    if ruleset < 0:
+        return False
+    for folder in readable_folders():
+        _grant(ruleset, folder, read_file | (read_folder if Path(folder).is_dir() else 0))
+    held = _LIBC.syscall(446, ruleset, 0) == 0
+    os.close(ruleset)
+    return held
+
+
+def _grant(ruleset: int, path: str, rights: int) -> None:
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    rule = rights.to_bytes(8, sys.byteorder) + handle.to_bytes(4, sys.byteorder, signed=True)
+    _LIBC.syscall(445, ruleset, 1, ctypes.c_char_p(rule), 0)
+    os.close(handle)
+
+
+def _limit(which: int, limit: int) -> None:
+    _, hard = resource.getrlimit(which)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(which, (limit, limit))
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open":
+        mode, flags = arguments[1], arguments[2]
+        if (isinstance(mode, str) and set(mode) & set("wax+")) or (isinstance(flags, int) and flags & _WRITE_FLAGS):
+            raise PermissionError(f"the sandbox does not allow writing {arguments[0]!r}")
+    elif event.startswith(_DENIED_EVENTS):
+        raise PermissionError(f"the sandbox does not allow {event}")

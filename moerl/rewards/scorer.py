@@ -1,0 +1,150 @@
+"""All rewards of a run: which applies to which data set, their weighted sum, and what could not be scored."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moerl.config.schema import RewardSection
+from moerl.errors import ConfigError
+from moerl.metrics import Metrics, Sum
+from moerl.rewards import rewards
+from moerl.rewards.base import Reward, RewardConfig, UnscoredError
+from moerl.rewards.pool import SandboxPool
+from moerl.types import Prompt, Trajectory
+
+ERROR_KINDS = ("timeout", "crash", "exception")
+
+
+@dataclass(frozen=True, slots=True)
+class _Component:
+    name: str
+    weight: float
+    datasets: frozenset[str] | None
+    reward: Reward
+
+
+class RewardScorer:
+    """A `Scorer`. Safe to use from any thread and any event loop."""
+
+    def __init__(self, components: Sequence[_Component], pool: SandboxPool) -> None:
+        """Use `build_scorer`."""
+        self._components = tuple(components)
+        self._pool = pool
+        self._errors: Counter[str] = Counter()
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight by component name, in the order of the configuration."""
+        return {component.name: component.weight for component in self._components}
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+        """With `reward_components` (raw values) and `reward` (weighted sum), or with status `error`.
+
+        A trajectory that is not `ok` comes back as it is. Where one component has no verdict the trajectory has
+        none: reward NaN,
+        the components so far, and `error` says which verifier failed and how.
+        """
+        if trajectory.status != "ok":
+            return trajectory
+        values: dict[str, float] = {}
+        total = 0.0
+        for component in self._applicable(prompt.dataset):
+            try:
+                value = _number(await component.reward.score(prompt, trajectory.response_text))
+            except UnscoredError as error:
+                self._errors[error.kind] += 1
+                text = f"reward {component.name}: {error}"
+                return replace(trajectory, status="error", error=text, reward=math.nan, reward_components=values)
+            values[component.name] = value
+            total += component.weight * value
+        return replace(trajectory, reward=total, reward_components=values)
+
+    def check_datasets(self, names: Iterable[str]) -> None:
+        """Raises `ConfigError` for a data set that no reward applies to, or a reward for a data set that is not
+        there.
+        """
+        known = list(names)
+        for name in known:
+            self._applicable(name)
+        for component in self._components:
+            for name in sorted((component.datasets or frozenset()) - set(known)):
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(
+                    f"reward {component.name!r} is for data set {name!r}, which the run has not{hint} It has "
+                    f"{', '.join(known)}"
+                )
+
+    def check_prompts(self, prompts: Iterable[Prompt]) -> list[str]:
+        """Problems of gold answers, one line each: `file:line: reward: what`. [] where all can be scored."""
+        everything = list(prompts)
+        problems = []
+        for name in dict.fromkeys(prompt.dataset for prompt in everything):
+            members = [prompt for prompt in everything if prompt.dataset == name]
+            for component in self._applicable(name):
+                for prompt, problem in zip(members, component.reward.check(members), strict=True):
+                    if problem is not None:
+                        where = prompt.metadata.get("source", prompt.prompt_id)
+                        problems.append(f"{where}: reward {component.name}: {problem}")
+        return problems
+
+    def take_metrics(self) -> Metrics:
+        """`reward/verifier_<kind>` since the last call: how many answers had no verdict, and why."""
+        counts, self._errors = self._errors, Counter()
+        return {f"reward/verifier_{kind}": Sum(float(counts[kind])) for kind in ERROR_KINDS}
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        self._pool.close()
+
+    def _applicable(self, dataset: str) -> list[_Component]:
+        found = [c for c in self._components if c.datasets is None or dataset in c.datasets]
+        if not found:
+            raise ConfigError(
+                f"no reward applies to data set {dataset!r}; add one to reward.rewards, or name the set in its "
+                f"`datasets`"
+            )
+        return found
+
+
+def build_scorer(section: RewardSection, datasets: Iterable[str] | None = None) -> RewardScorer:
+    """The scorer of `section`; `datasets` are the names of all sets of the run, training and held-out.
+
+    Raises:
+        ConfigError: no reward, an unknown one, two of one name, a data set without reward.
+    """
+    if not section.rewards:
+        raise ConfigError("reward.rewards is empty; add one such as {name: math_verify}")
+    pool = SandboxPool(section.num_workers, section.timeout_seconds, section.memory_bytes)
+    components: list[_Component] = []
+    for position, node in enumerate(section.rewards):
+        component = _build_component(node, pool, where=f"reward.rewards[{position}]")
+        if any(component.name == other.name for other in components):
+            raise ConfigError(f"two rewards are called {component.name!r}; give one of them another `id`")
+        components.append(component)
+    scorer = RewardScorer(components, pool)
+    if datasets is not None:
+        scorer.check_datasets(datasets)
+    return scorer
+
+
+def _build_component(node: Mapping[str, Any] | str, pool: SandboxPool, *, where: str) -> _Component:
+    plugin, config = rewards.resolve({"name": node} if isinstance(node, str) else node, where=where)
+    if not isinstance(config, RewardConfig):
+        raise ConfigError(f"{where} ({plugin.name}): its config class must extend moerl.rewards.base.RewardConfig")
+    if not math.isfinite(config.weight):
+        raise ConfigError(f"{where} ({plugin.name}): weight must be a finite number, is {config.weight}")
+    datasets = None if config.datasets is None else frozenset(config.datasets)
+    return _Component(config.id or plugin.name, config.weight, datasets, plugin.target(config, pool))
+
+
+def _number(value: Any) -> float:
+    """A verdict as a finite float; the judge may have been talked into anything."""
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    raise UnscoredError("exception", f"the verifier gave {value!r:.80}, not a finite number")
