@@ -15,21 +15,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from moerl.algorithms.advantage import group_advantages
+from moerl.algorithms.advantage.credit import group_advantages
 from moerl.algorithms.aggregation import sequence_weights
-from moerl.algorithms.filters import Filters
+from moerl.algorithms.filtering import Filters, build_filters
 from moerl.algorithms.objective import build_objective
-from moerl.algorithms.shaping import build_shaping
+from moerl.algorithms.reward_shaping import build_shaping
 from moerl.build_rollout import (
-    GIVEN,
     Data,
     RolloutSide,
     build_buffer,
     build_evaluator,
     build_rollout_side,
-    is_supervised,
     load_data,
 )
 from moerl.checkpoint import Checkpoint, CheckpointStore
@@ -42,15 +41,14 @@ from moerl.data.dump import save_step_batch
 from moerl.data.packing import plan_packing
 from moerl.loop import Rooms, Schedule
 from moerl.mcore.policy import MegatronPolicy
-from moerl.metrics import Metrics
+from moerl.metrics import Metrics, merge_into
 from moerl.probe import RouteProbe
 from moerl.records import Records, RecordSettings
-from moerl.rewards.scorer import reward_weights
 from moerl.run_folder import CHECKPOINTS, find_checkpoint, folder_of, lock, model_id, prepare
 from moerl.telemetry.progress import Progress
 from moerl.telemetry.sinks import JsonlSink, LoadSink, Sinks, WandbSink
 from moerl.telemetry.timers import Timers
-from moerl.types import MicroBatch, Sample, StepBatch
+from moerl.types import MicroBatch, RolloutGroup, Sample, StepBatch
 from moerl.weight_sync.publisher import Publisher
 from moerl.weight_sync.transport import transports
 
@@ -130,8 +128,9 @@ def _rooms(
     store: CheckpointStore,
     stack: ExitStack,
 ) -> Rooms:
-    buffer, filters = build_buffer(cfg, data, side)
-    rules = _credit_rules(cfg, filters)
+    filters = build_filters(cfg.algorithm.filters)
+    buffer, source = build_buffer(cfg, data, side, filters)
+    rules = _credit_rules(cfg, filters, data.reward_weights)
     evaluator = build_evaluator(cfg, data, side)
     packer = _Packer(cfg, policy)
     probe = RouteProbe(policy.observe, packer.probe_batches)
@@ -143,9 +142,14 @@ def _rooms(
             greedy = replace(evaluator.greedy, temperature=1.0)
             probe.start(side.eval_collector.collect(prompts, step=0, group_size=1, params=greedy))
 
+    def give_credit(groups: Sequence[RolloutGroup]) -> tuple[list[Sample], Metrics]:
+        samples, metrics = credit(groups, rules)
+        merge_into(metrics, data.scorer.take_metrics())
+        return samples, merge_into(metrics, source.metrics())
+
     return Rooms(
         rollouts=buffer,
-        credit=lambda groups: credit(groups, rules),
+        credit=give_credit,
         pack=packer.pack,
         policy=policy,
         objective=build_objective(cfg.algorithm),
@@ -159,14 +163,14 @@ def _rooms(
     )
 
 
-def _credit_rules(cfg: RunConfig, filters: Filters) -> CreditRules:
+def _credit_rules(cfg: RunConfig, filters: Filters, reward_weights: dict[str, float]) -> CreditRules:
     section = cfg.algorithm.advantage
     return CreditRules(
         advantages=lambda x: group_advantages(section, x),
         shaping=build_shaping(cfg.algorithm.shaping),
         keeps=filters.sample,
         counts=filters.counts,
-        reward_weights={GIVEN: 1.0} if is_supervised(cfg) else reward_weights(cfg.reward),
+        reward_weights=reward_weights,
     )
 
 
@@ -187,13 +191,16 @@ class _Packer:
         """The probe's micro-batches, always the same."""
         return self._build(samples, 0, 1, 1).minibatches[0]
 
+    def _weigh(self, lengths: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+        return sequence_weights(self._aggregation, torch.from_numpy(lengths), torch.from_numpy(group_ids)).numpy()
+
     def _build(self, samples: Sequence[Sample], seed: int, num_minibatches: int, num_epochs: int) -> StepBatch:
         numbered = [replace(sample, sample_id=i) for i, sample in enumerate(samples)]
         plan = plan_packing(
             [len(s.token_ids) for s in numbered],
             [s.group_id for s in numbered],
             [int(s.loss_mask.sum()) for s in numbered],
-            dp_size=self._policy.parallel.dp_size,
+            dp_size=self._policy.parallel.dp.size,
             num_minibatches=num_minibatches,
             num_epochs=num_epochs,
             max_tokens_per_microbatch=self._batch.max_tokens_per_microbatch,
@@ -202,8 +209,8 @@ class _Packer:
         return build_step_batch(
             numbered,
             plan,
-            dp_rank=self._policy.parallel.dp_rank,
-            weigh=lambda lengths, groups: sequence_weights(self._aggregation, lengths, groups),
+            dp_rank=self._policy.parallel.dp.rank,
+            weigh=self._weigh,
             device=self._policy.device,
             policy_version=self._policy.version,
         )

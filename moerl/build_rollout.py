@@ -7,17 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moerl.algorithms.filters import Filters, build_filters
+from moerl.algorithms.filtering import Filters
 from moerl.config.schema import DatasetConfig, RunConfig
 from moerl.data.chat import ChatTokenizer
 from moerl.data.prompts import PromptMixture, PromptSet, check_disjoint, load_dataset
 from moerl.envs import environments
 from moerl.errors import DataError
 from moerl.evaluate import EvaluationSet, Evaluator
-from moerl.protocols import RolloutEngine, Scorer
+from moerl.metrics import Metrics
+from moerl.protocols import RolloutEngine
 from moerl.reference.config import ReferenceConfig
 from moerl.reference.sampling import Sampler
-from moerl.rewards.scorer import build_scorer
+from moerl.rewards.scorer import RewardScorer, build_scorer
 from moerl.rollout.buffer import RolloutBuffer
 from moerl.rollout.collect import Collector
 from moerl.rollout.engine import engines
@@ -37,7 +38,8 @@ class Data:
     tokenizer: ChatTokenizer
     train: tuple[PromptSet, ...]
     held_out: tuple[PromptSet, ...]
-    scorer: Scorer
+    scorer: GivenScorer
+    reward_weights: dict[str, float]
 
     def close(self) -> None:
         """Stop the verifier processes."""
@@ -47,7 +49,7 @@ class Data:
 class GivenScorer:
     """Supervised training: what the file's own completions are worth is 1; other data sets go to the real scorer."""
 
-    def __init__(self, inner: Scorer, given: frozenset[str]) -> None:
+    def __init__(self, inner: RewardScorer, given: frozenset[str]) -> None:
         self._inner = inner
         self._given = given
 
@@ -60,6 +62,10 @@ class GivenScorer:
     def check_prompts(self, prompts: Iterable[Prompt]) -> list[str]:
         """Only prompts that are really scored need a gold answer."""
         return self._inner.check_prompts(p for p in prompts if p.dataset not in self._given)
+
+    def take_metrics(self) -> Metrics:
+        """Counts of answers without a verdict since the last call."""
+        return self._inner.take_metrics()
 
     def close(self) -> None:
         """Close the inner scorer."""
@@ -96,12 +102,13 @@ def load_data(cfg: RunConfig, *, with_train: bool = True) -> Data:
     if cfg.data.check_disjoint:
         check_disjoint(train, held_out)
     given = frozenset(item.name for item in train) if is_supervised(cfg) else frozenset()
-    scorer = GivenScorer(build_scorer(cfg.reward), given)
+    inner = build_scorer(cfg.reward)
+    scorer = GivenScorer(inner, given)
     problems = scorer.check_prompts(p for one in (*train, *held_out) for p in one.prompts)
     if problems:
         scorer.close()
         raise DataError(f"{len(problems)} gold answers cannot be scored:\n  " + "\n  ".join(problems[:20]))
-    return Data(tokenizer, train, held_out, scorer)
+    return Data(tokenizer, train, held_out, scorer, {GIVEN: 1.0} if given else inner.weights)
 
 
 @dataclass(frozen=True)
@@ -175,11 +182,13 @@ def build_evaluator(cfg: RunConfig, data: Data, side: RolloutSide) -> Evaluator:
     )
 
 
-def build_buffer(cfg: RunConfig, data: Data, side: RolloutSide) -> tuple[RolloutBuffer, Filters]:
-    """The buffer, with the group filters inside, and the filters for credit's use."""
-    filters = build_filters(cfg.algorithm.filters)
+def build_buffer(
+    cfg: RunConfig, data: Data, side: RolloutSide, filters: Filters
+) -> tuple[RolloutBuffer, PromptMixture]:
+    """The buffer, with the group filters inside, and the source that it draws from."""
+    source = PromptMixture(data.train, seed=cfg.run.seed, shuffle=cfg.data.shuffle)
     buffer = RolloutBuffer(
-        source=PromptMixture(data.train, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
+        source=source,
         collector=side.collector,
         group_filter=filters.group,
         prompts_per_step=cfg.rollout.prompts_per_step,
@@ -188,7 +197,7 @@ def build_buffer(cfg: RunConfig, data: Data, side: RolloutSide) -> tuple[Rollout
         refill_rounds=cfg.algorithm.refill_rounds,
         max_error_fraction=cfg.reward.max_error_fraction,
     )
-    return buffer, filters
+    return buffer, source
 
 
 def _completions(sets: Sequence[PromptSet]) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from rich.console import RenderableType
 
 from moerl.analysis.report import write_report
-from moerl.analysis.run_folder import read_metrics
+from moerl.analysis.run_folder import METRICS_FILE, read_metrics
 from moerl.config.schema import RunConfig
 from moerl.models.hf_export import write_hf_folder
 from moerl.protocols import Policy
@@ -23,7 +23,7 @@ def finish_run(cfg: RunConfig, folder: Path, policy: Policy, seconds: float) -> 
     if cfg.checkpoint.export_hf:
         dtype = EXPORT_DTYPES[cfg.checkpoint.export_dtype]
         write_hf_folder(folder / HF_FOLDER, policy.export(), cfg.model.path, dtype=dtype)
-    rows = read_metrics(folder)
+    rows = read_metrics(folder / METRICS_FILE).rows
     summary = build_summary(rows, seed=cfg.run.seed, seconds=seconds, versions=package_versions(), folder=folder)
     write_summary(folder, summary)
     if cfg.telemetry.report:

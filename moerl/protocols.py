@@ -28,7 +28,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Take requests again."""
+        """Take requests again; an update whose last bucket has not come was given up, and what came of it is dropped."""
         ...
 
     async def update_weights(self, bucket: WeightBucket) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from moerl.algorithms.route_metrics import LoadTracker
+from moerl.algorithms.load_metrics import LoadTracker, expert_counts, load_shares
 from moerl.metrics import Metrics, merge_into, to_floats
 from moerl.protocols import MetricSink
 from moerl.telemetry.progress import Progress
@@ -132,15 +132,10 @@ def expert_load(batch: StepBatch, num_experts: int) -> np.ndarray | None:
     Counted once per sample (the first epoch), on the routers' own choice at the weights of the score pass. Token j
     counts the row that predicts it, j - 1.
     """
-    counts: torch.Tensor | None = None
-    for minibatch in batch.minibatches[: batch.num_score_minibatches]:
-        for micro in minibatch:
-            if micro.old_routes is None:
-                return None
-            rows = torch.nonzero(micro.mask).squeeze(-1) - 1
-            routes = micro.old_routes[rows]  # [live, l, k]
-            one = torch.stack([torch.bincount(layer.reshape(-1), minlength=num_experts) for layer in routes.unbind(1)])
-            counts = one if counts is None else counts + one
-    if counts is None:
-        return None
-    return (counts / counts.sum(-1, keepdim=True).clamp_min(1)).double().cpu().numpy()
+    parts = []
+    for micro in (micro for minibatch in batch.minibatches[: batch.num_score_minibatches] for micro in minibatch):
+        if micro.old_routes is None:
+            return None
+        predicts = micro.mask.roll(-1)  # row j - 1 predicts token j; a sequence's first token is never live
+        parts.append(expert_counts(micro.old_routes, predicts, num_experts))
+    return load_shares(torch.stack(parts).sum(0)).double().cpu().numpy() if parts else None

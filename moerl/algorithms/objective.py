@@ -89,9 +89,10 @@ class Objective:
         weight = corrected.weight
         if term.is_normalized:
             weight = weight / x.constants[CORRECTION_MEAN]
-        anchor = x.old_logprobs if term.anchor == "old" else x.rollout_logprobs
         if term.level == "none":
             anchor = x.logprobs.detach()
+        else:
+            anchor = x.old_logprobs if term.anchor == "old" else x.rollout_logprobs
         raw = LEVELS[term.level].log_ratio(x.logprobs - anchor + shift, x)
         if term.weight_inside:
             raw = raw + masked_seq_sum(weight.log(), x.mask, x.seq_ids, x.num_seqs)

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moerl.algorithms.load_metrics import LoadTracker, load_shares
+from moerl.algorithms.load_metrics import load_of_counts
 from moerl.algorithms.types import LossInputs
 from moerl.config.schema import ModelSection, OptimSection, ParallelSection, PrecisionSection
 from moerl.errors import ConfigError, DataError
@@ -23,7 +23,7 @@ from moerl.mcore.parallel import ParallelState, initialize_parallel
 from moerl.mcore.router_replay import Observation
 from moerl.mcore.step import MicroResult, Routes, StepRunner, TokenScores
 from moerl.mcore.weights import WeightMap
-from moerl.metrics import Mean, Metrics, Sum, masked_mean, merge_into
+from moerl.metrics import Max, Mean, Metrics, Sum, masked_mean, merge_into
 from moerl.types import MicroBatch, RouterStats, StepBatch
 
 ROUTINGS = ("none", "R2", "R3", "frozen_router", "frozen_router_bias")
@@ -71,11 +71,7 @@ class MegatronPolicy:
         self._routing = "none"
         self._reference: dict[str, Tensor] | None = None
         self._old_routing: dict[int, _OldRouting] = {}
-        self._layers = tuple(number - 1 for number in source.moe_layers)
-        self._load = LoadTracker()
         self._gamma_min = 0.8
-        self.expert_load: Tensor | None = None
-        """[l, e] float64: each expert's share of its layer's assignments at the last step's old weights, own routing."""
 
     @classmethod
     def build(  # noqa: PLR0913 one argument per section, so that no function takes the whole configuration
@@ -132,12 +128,13 @@ class MegatronPolicy:
     def score(self, batch: StepBatch, needs: frozenset[str]) -> tuple[StepBatch, Metrics]:
         """Fill old and reference logprobs and old routing at the weights before the first minibatch.
 
-        The old pass is skipped where nothing needs it: no ratio, or one minibatch whose old policy is the current one. The
+        The old pass is skipped where nothing needs it: no ratio, or one minibatch whose old policy is the current one.
+            The
         pair (rollout, old) is then measured by `update`.
 
         Returns:
-            The batch with `old_logprobs`, `old_routes`, `old_router_logprobs` (and `ref_logprobs`) filled in every epoch, and
-            `route/*`, `load/*`, `mm/*` of the pair (rollout, old).
+            The batch with `old_logprobs`, `old_routes`, `old_router_logprobs` (and `ref_logprobs`) filled in every
+            epoch, and `route/*`, `load/*`, `mm/*` of the pair (rollout, old).
         """
         self._old_routing.clear()
         first_epoch = [micro for mini in batch.minibatches[: batch.num_score_minibatches] for micro in mini]
@@ -189,11 +186,9 @@ class MegatronPolicy:
         metrics: Metrics = {}
         observed = [result.observed for result in results if result.observed is not None]
         if len(observed) == len(results):
-            metrics.update(moe_stats.rollout_pair_metrics(batches, observed, self._layers))
+            metrics.update(moe_stats.rollout_pair_metrics(batches, observed))
             counts = moe_stats.own_counts(batches, observed, self.num_experts)
-            self.parallel.sum_over_data(counts)
-            metrics.update(self._load.update(counts, layers=self._layers))
-            self.expert_load = load_shares(counts)
+            metrics.update(load_of_counts(self.parallel.sum_over_data(counts)))
         if all(batch.routes is not None for batch in batches):
             metrics.update(moe_stats.logprob_pair_metrics(batches, [_scores(result).logprobs for result in results]))
         if self._routing in ("R2", "R3"):
@@ -235,12 +230,16 @@ class MegatronPolicy:
             )
         metrics: Metrics = {}
         for index, minibatch in enumerate(batch.minibatches):
-            is_last = index == len(batch.minibatches) - 1
-            merge_into(metrics, self._update_minibatch(minibatch, objective, is_last=is_last))
+            new, results = self._update_minibatch(minibatch, objective, is_last=index == len(batch.minibatches) - 1)
+            if index == 0:
+                metrics.update(_contract_metrics(minibatch, results, new))
+            merge_into(metrics, new)
         self.version += 1
         return metrics
 
-    def _update_minibatch(self, minibatch: Sequence[MicroBatch], objective: Objective, *, is_last: bool) -> Metrics:
+    def _update_minibatch(
+        self, minibatch: Sequence[MicroBatch], objective: Objective, *, is_last: bool
+    ) -> tuple[Metrics, list[MicroResult]]:
         self._optimizer.zero_grad()
         results, gammas = self._accumulate(minibatch, objective, observe=is_last)
         metrics: Metrics = {}
@@ -255,9 +254,9 @@ class MegatronPolicy:
         if is_last:
             metrics.update(self._route_metrics(minibatch, results))
         if self._is_empty(minibatch):
-            return merge_into(metrics, {"optim/skipped_minibatches": Sum(1.0)})
+            return merge_into(metrics, {"optim/skipped_minibatches": Sum(1.0)}), results
         losses = [result.loss for result in results if result.loss is not None]
-        return merge_into(metrics, self._optimizer.step(losses, self.version))
+        return merge_into(metrics, self._optimizer.step(losses, self.version)), results
 
     def _is_empty(self, minibatch: Sequence[MicroBatch]) -> bool:
         """No live token on any rank: momentum alone must not move the weights."""
@@ -271,8 +270,8 @@ class MegatronPolicy:
         now = [moe_stats.live_stats(b, _seen(r)) for b, r in zip(minibatch, results, strict=True)]
         if self._old_routing:
             before = [moe_stats.live_stats(batch, self._old_observation(batch)) for batch in minibatch]
-            return moe_stats.update_pair_metrics(before, now, self._layers)
-        return {**self._pair_metrics(minibatch, results), **moe_stats.update_pair_metrics(now, now, self._layers)}
+            return moe_stats.update_pair_metrics(before, now)
+        return {**self._pair_metrics(minibatch, results), **moe_stats.update_pair_metrics(now, now)}
 
     def _old_observation(self, batch: MicroBatch) -> Observation:
         kept = [self._old_routing[sample] for sample in batch.sample_ids]
@@ -314,7 +313,9 @@ class MegatronPolicy:
         return _scores(self._runner.forward([micro_batch], _own_routes, observe=False)[0]).logprobs
 
     def gradients(self, minibatch: Sequence[MicroBatch], objective: Objective) -> dict[str, Tensor]:
-        """Gradient of the objective's sum over `minibatch`, by Hugging Face name; nothing is stepped. Frozen weights get zeros."""
+        """Gradient of the objective's sum over `minibatch`, by Hugging Face name; nothing is stepped. Frozen weights
+        get zeros.
+        """
         self._optimizer.zero_grad()
         self._accumulate(minibatch, objective, observe=False)
         grads = {name: _gradient(tensor) for name, tensor in self._weights.local.items()}
@@ -334,7 +335,7 @@ class MegatronPolicy:
             folder,
             weights=self._weights.local,
             optimizer=self._optimizer.inner,
-            counters={"version": self.version, "load": self._load.state_dict()},
+            counters={"version": self.version},
             parallel=self.parallel,
         )
 
@@ -348,7 +349,6 @@ class MegatronPolicy:
             folder, weights=self._weights.local, optimizer=self._optimizer.inner, parallel=self.parallel
         )
         self.version = int(counters["version"])
-        self._load.load_state_dict(counters["load"])
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
@@ -364,6 +364,22 @@ class MegatronPolicy:
         assert self._reference is not None
         for name, tensor in self._weights.local.items():
             tensor.data, self._reference[name] = self._reference[name], tensor.data
+
+
+def _contract_metrics(minibatch: Sequence[MicroBatch], results: Sequence[MicroResult], metrics: Metrics) -> Metrics:
+    """Of a step's first minibatch, whose weights are the old ones: how far its ratios are from 1, and what share is
+    clipped.
+    """
+    found: Metrics = {}
+    for batch, result in zip(minibatch, results, strict=True):
+        if batch.old_logprobs is not None and result.scores is not None:
+            gap = torch.where(batch.mask, result.scores.logprobs - batch.old_logprobs, 0.0)
+            merge_into(found, {"contract/ratio_deviation": Max(torch.expm1(gap).abs().max())})
+    clipped = [metrics[name] for name in ("pg/clip_low", "pg/clip_high") if isinstance(metrics.get(name), Mean)]
+    if clipped:
+        total = sum(mean.total for mean in clipped)
+        found["contract/clip_fraction"] = Mean(total, clipped[0].count)
+    return found
 
 
 def _own_routes(batch: MicroBatch) -> Routes:
