@@ -1,7 +1,8 @@
 """The reference model's arithmetic arranged for speed: fused weights, a key/value cache, experts run in sorted order.
 
-Position j of every sequence sits at cache index j, so no left padding shifts a row's sums. What remains of a row's
-neighbours is the batch size of a matrix product, which may change the last bits of a float32.
+A row's result should not depend on its neighbours, to the last bit, so that sampling can be repeated in any batch.
+Position j of every sequence sits at cache index j, prompts run with those of their own length, and two constants below
+keep torch on kernels that treat every row alike (measured with MKL on x86; elsewhere the last bits may differ).
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from torch import Tensor
 from moerl.reference.config import ReferenceConfig
 from moerl.reference.model import rotary_tables
 from moerl.reference.precision import fake_quantise
+
+_MIN_ROWS = 4
+"""A product of fewer rows takes another kernel, with other last bits; it is padded to this many."""
+_LENGTH_STEP = 16
+"""Keys are read in multiples of this, for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,25 +150,17 @@ class Decoder:
         self.cfg = cfg
         self.weights = weights
 
-    def prefill(self, token_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, KVCache]:
-        """All prompts at once.
-
-        Args:
-            token_ids: [b, s] int64, padded on the right with any token.
-            lengths: [b] int64.
-
-        Returns:
-            Logits of each last token [b, v], routes [b, s, l, k] (garbage on padding), the cache.
-        """
+    def prefill(self, token_ids: Tensor) -> tuple[Tensor, Tensor, KVCache]:
+        """Prompts of one length [b, s] int64 -> logits of the last token [b, v], routes [b, s, l, k], the cache."""
         rows, width = token_ids.shape
         cache = KVCache.empty(self.cfg, rows, width)
         positions = torch.arange(width).expand(rows, width)
         x, routes = self._run(token_ids, self._pass(positions, cache, None))
-        return self._logits(x[torch.arange(rows), lengths - 1]), routes, cache
+        return self._logits(x[:, -1]), routes, cache
 
     def step(self, token_ids: Tensor, positions: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """One token [b] per row at its position [b] -> logits [b, v], routes [b, l, k]."""
-        length = int(positions.max()) + 1
+        length = -(-(int(positions.max()) + 1) // _LENGTH_STEP) * _LENGTH_STEP
         cache.reserve(length)
         unseen = torch.arange(length) > positions[:, None]
         bias = torch.zeros(unseen.shape).masked_fill_(unseen, float("-inf"))[:, None, None]
@@ -174,7 +172,7 @@ class Decoder:
         return _Pass(positions, (cos[:, :, None], sin[:, :, None]), cache, bias)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return self._norm(x, self.weights.norm) @ self.weights.head
+        return _product(self._norm(x, self.weights.norm), self.weights.head)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.cfg.rms_norm_eps)
@@ -198,7 +196,11 @@ class Decoder:
         cfg, layer = self.cfg, self.weights.layers[index]
         rows, width, _ = x.shape
         heads, kv_heads = cfg.num_heads, cfg.num_kv_heads
-        q, k, v = (x @ layer.qkv).view(rows, width, -1, cfg.head_dim).split([heads, kv_heads, kv_heads], dim=2)
+        q, k, v = (
+            _product(x.view(rows * width, -1), layer.qkv)
+            .view(rows, width, -1, cfg.head_dim)
+            .split([heads, kv_heads, kv_heads], dim=2)
+        )
         qk = torch.cat([self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)], dim=2)
         first, second = qk.chunk(2, dim=-1)
         cos, sin = at.rotary
@@ -212,13 +214,13 @@ class Decoder:
             grouped = q.view(rows, kv_heads, heads // kv_heads, cfg.head_dim)
             scores = grouped @ keys.transpose(-1, -2) * cfg.head_dim**-0.5 + at.bias
             mixed = scores.softmax(-1) @ values
-        return mixed.reshape(rows, width, -1) @ layer.output
+        return _product(mixed.reshape(rows * width, -1), layer.output).view(rows, width, -1)
 
     def _experts(self, x: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
         """x [t, h] -> output [t, h], experts [t, k] (None for a layer without)."""
         if layer.router is None:
-            return _swiglu(x, layer.gate_up[0]) @ layer.down[0], None
-        scores = (x @ layer.router).softmax(-1)
+            return _mlp(x, layer.gate_up[0], layer.down[0]), None
+        scores = _product(x, layer.router).softmax(-1)
         gates, experts = scores.topk(self.cfg.experts_per_token, dim=-1)
         if self.cfg.norm_topk_prob:
             gates = gates / gates.sum(-1, keepdim=True)
@@ -227,7 +229,7 @@ class Decoder:
         tokens = order // self.cfg.experts_per_token
         counts = torch.bincount(slots, minlength=self.cfg.num_experts).tolist()
         outputs = [
-            _swiglu(part, layer.gate_up[expert]) @ layer.down[expert]
+            _mlp(part, layer.gate_up[expert], layer.down[expert])
             for expert, part in enumerate(x[tokens].split(counts))
             if len(part)
         ]
@@ -237,6 +239,14 @@ class Decoder:
         return back.view(len(x), -1, x.shape[-1]).sum(1), experts
 
 
-def _swiglu(x: Tensor, gate_up: Tensor) -> Tensor:
-    gate, up = (x @ gate_up).chunk(2, dim=-1)
-    return F.silu(gate) * up
+def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = _product(x, gate_up).chunk(2, dim=-1)
+    return _product(F.silu(gate) * up, down)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, in] @ weight [in, out], each row the same whatever n is."""
+    rows = x.shape[0]
+    if rows >= _MIN_ROWS:
+        return x @ weight
+    return (F.pad(x, (0, 0, 0, _MIN_ROWS - rows)) @ weight)[:rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from moerl.types import FinishReason, SamplingParams, Support
 COMPACT_BELOW = 0.8
 """Finished rows are dropped from the batch once fewer than this share is live (a copy of the cache each time)."""
 MAX_PREFILL_TOKENS = 32768
-"""Prompt tokens, padding included, that one prefill takes."""
+"""Prompt tokens that one prefill takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,9 @@ class SampledTokens:
 class Sampler:
     """Draws completions.
 
-    Promise: the same weights, prompts and parameters in the same order give the same result, bit for bit. A request
-    in another batch keeps its random numbers, and its arithmetic up to the last bits of float32 products (torch picks
-    kernels by batch size): a token changes only where a draw or a router's top-k falls within rounding of a border.
+    Promise: the same weights, prompts and parameters in the same order give the same result, bit for bit. A request in
+    another batch keeps its random numbers, and its logits up to the last bits of float32 (where `decoder` measured, all
+    of them): a token changes only where a draw or a router's top-k falls within that rounding of a border.
     """
 
     def __init__(
@@ -217,32 +218,24 @@ class _Batch:
         return [self._result(index, row) for index, row in enumerate(self.rows)]
 
     def _prefill(self) -> tuple[Tensor, KVCache]:
-        """Every distinct prompt once, shortest first; its cache row is repeated for each request."""
+        """Every distinct prompt once, together with those of its length; its cache row is repeated for each request."""
         keys = [np.ascontiguousarray(ids, dtype=np.int64).tobytes() for ids in self.prompts]
         distinct = sorted(dict.fromkeys(keys), key=len)
         home = {key: row for row, key in enumerate(distinct)}
         source = torch.tensor([home[key] for key in keys])
         logits: list[Tensor] = []
         caches: list[KVCache] = []
-        for part in _chunks([np.frombuffer(key, dtype=np.int64) for key in distinct]):
-            lengths = torch.tensor([len(ids) for ids in part])
-            tokens = torch.zeros(len(part), int(lengths.max()), dtype=torch.int64)
-            for row, ids in enumerate(part):
-                tokens[row, : len(ids)] = torch.from_numpy(ids.copy())
-            first = sum(len(done) for done in logits)
-            last_logits, routes, cache = self.decoder.prefill(tokens, lengths)
+        first = 0
+        for chunk in _chunks([np.frombuffer(key, dtype=np.int64) for key in distinct]):
+            last_logits, routes, cache = self.decoder.prefill(torch.from_numpy(chunk))
             logits.append(last_logits)
             caches.append(cache)
-            self._keep_prompt_routes(routes, source, first)
+            if self.routes is not None:
+                mine = ((source >= first) & (source < first + len(chunk))).nonzero()[:, 0]
+                self.routes[mine, : chunk.shape[1]] = routes[source[mine] - first].to(self.routes.dtype)
+            first += len(chunk)
         capacity = max(len(ids) for ids in self.prompts) + min(self.steps, 64)
         return torch.cat(logits)[source], KVCache.stack(caches, source, capacity)
-
-    def _keep_prompt_routes(self, routes: Tensor, source: Tensor, first: int) -> None:
-        if self.routes is None:
-            return
-        mine = ((source >= first) & (source < first + len(routes))).nonzero()[:, 0]
-        width = min(routes.shape[1], self.routes.shape[1])
-        self.routes[mine, :width] = routes[source[mine] - first, :width].to(self.routes.dtype)
 
     def _draw(self, logits: Tensor, live: Tensor, step: int) -> Tensor:
         if not torch.isfinite(logits).all():
@@ -263,11 +256,11 @@ class _Batch:
         return row.result(self.routes[index].numpy() if wants and self.routes is not None else None)
 
 
-def _chunks(prompts: list[np.ndarray]) -> list[list[np.ndarray]]:
-    """Prompts, sorted by length, cut where the padded size would pass `MAX_PREFILL_TOKENS`."""
-    chunks: list[list[np.ndarray]] = [[]]
-    for ids in prompts:
-        if chunks[-1] and (len(chunks[-1]) + 1) * len(ids) > MAX_PREFILL_TOKENS:
-            chunks.append([])
-        chunks[-1].append(ids)
+def _chunks(prompts: list[np.ndarray]) -> list[np.ndarray]:
+    """Prompts, sorted by length, as [b, s] arrays of one length with at most `MAX_PREFILL_TOKENS` (or one prompt)."""
+    chunks = []
+    for length, same in itertools.groupby(prompts, key=len):
+        rows = np.stack(list(same))
+        size = max(1, MAX_PREFILL_TOKENS // length)
+        chunks += [rows[start : start + size] for start in range(0, len(rows), size)]
     return chunks
