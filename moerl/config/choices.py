@@ -1,10 +1,13 @@
-"""What single values may be: the words of every text field with a fixed set, and the bounds of every number."""
+"""What single values may be: the words of every text field with a fixed set, and the bounds of every number.
+
+The axes of `algorithm` are checked by `moerl/algorithms/compose.py`, where their meaning is.
+"""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +19,6 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "precision.recompute": ("none", "selective", "full"),
     "data.on_long_prompt": ("skip", "refuse"),
     "data.prompt_format": ("auto", "chat", "plain"),
-    "algorithm.advantage.center": ("none", "group_mean", "group_loo", "batch_mean"),
-    "algorithm.advantage.scale": ("none", "group_std", "batch_std_raw", "batch_std_centered"),
-    "algorithm.advantage.singleton": ("zero", "raw"),
-    "algorithm.anchor": ("old", "rollout"),
-    "algorithm.level": ("none", "token", "seq_geo", "seq_geo_token", "seq_prod", "geo_clip"),
-    "algorithm.form": ("ratio", "score"),
-    "algorithm.routing": ("none", "R2", "R3", "frozen_router", "frozen_router_bias"),
-    "algorithm.router_shift.stage": ("before_clip", "after_clip"),
-    "algorithm.kl.place": ("none", "loss"),
-    "algorithm.kl.estimator": ("k1", "k2", "k3"),
-    "algorithm.entropy.place": ("none", "loss"),
     "optim.name": ("adam", "sgd"),
     "optim.schedule": ("constant", "linear", "cosine"),
     "checkpoint.on_corrupt": ("refuse", "previous"),
@@ -86,11 +78,6 @@ BOUNDS: Mapping[str, Bounds] = {
     "reward.timeout_seconds": _POSITIVE,
     "reward.memory_bytes": _AT_LEAST_ONE,
     "reward.max_error_fraction": _SHARE,
-    "algorithm.advantage.std_ddof": Bounds(0, 1),
-    "algorithm.advantage.eps": _AT_LEAST_ZERO,
-    "algorithm.router_shift.gamma_min": _SHARE_ABOVE_ZERO,
-    "algorithm.kl.coefficient": _AT_LEAST_ZERO,
-    "algorithm.entropy.coefficient": _AT_LEAST_ZERO,
     "algorithm.refill_rounds": _AT_LEAST_ZERO,
     "optim.lr": _AT_LEAST_ZERO,
     "optim.min_lr_fraction": _SHARE,
@@ -114,19 +101,25 @@ BOUNDS: Mapping[str, Bounds] = {
     "telemetry.samples_per_step": _AT_LEAST_ZERO,
     "telemetry.probe_prompts": _AT_LEAST_ZERO,
 }
-"""Every number of the schema; null is left to the type. `rollout.temperature` has a rule of its own."""
+"""Every number outside `algorithm`; null is left to the type. `rollout.temperature` has a rule of its own."""
 
 
 def choice_errors(values: Mapping[str, Any]) -> Iterator[str]:
     """Each text outside its set, with the nearest word."""
     for path, allowed in CHOICES.items():
-        value = value_at(values, path)
-        if value in allowed:
-            continue
-        folded = {word.lower(): word for word in allowed}
-        near = difflib.get_close_matches(str(value).lower(), folded, n=1)
-        hint = f" (did you mean {folded[near[0]]!r}?)" if near else ""
-        yield f"{path} is {value!r}, but must be one of {', '.join(allowed)}{hint}"
+        fault = choice_fault(path, value_at(values, path), allowed)
+        if fault is not None:
+            yield fault
+
+
+def choice_fault(path: str, value: Any, allowed: Collection[str]) -> str | None:
+    """What is wrong with `value`, with the nearest word of `allowed`; None if it is one of them."""
+    if value in allowed:
+        return None
+    folded = {word.lower(): word for word in allowed}
+    near = difflib.get_close_matches(str(value).lower(), folded, n=1)
+    hint = f" (did you mean {folded[near[0]]!r}?)" if near else ""
+    return f"{path} is {value!r}, but must be one of {', '.join(allowed)}{hint}"
 
 
 def bound_errors(values: Mapping[str, Any]) -> Iterator[str]:

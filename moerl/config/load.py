@@ -1,7 +1,7 @@
 """YAML files, `extends`, a preset and `key=value` overrides -> one typed `RunConfig`.
 
-Order of precedence, weakest first: schema defaults, values of `algorithm.preset`, the YAML files (an extended file below
-its extender), overrides. A plugin node merges while its `name` stays, and is replaced whole when it changes.
+Order of precedence, weakest first: schema defaults, values of `algorithm.preset`, the YAML files (an extended file
+below its extender), overrides. A plugin node merges while its `name` stays, and is replaced whole when it changes.
 """
 
 from __future__ import annotations

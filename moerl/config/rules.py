@@ -261,17 +261,6 @@ def rewards(cfg: RunConfig) -> Iterator[str]:
         yield "reward.rewards: every weight is 0, so that nothing is learned; set one above 0"
 
 
-def regularisers(cfg: RunConfig) -> Iterator[str]:
-    """A coefficient that nothing reads is a mistake."""
-    for name, section in (("kl", cfg.algorithm.kl), ("entropy", cfg.algorithm.entropy)):
-        if section.place == "none" and section.coefficient > 0:
-            yield (
-                f"algorithm.{name}.coefficient is {section.coefficient} with algorithm.{name}.place=none, so that it "
-                f"does nothing: "
-                "set place=loss, or the coefficient to 0"
-            )
-
-
 def schedule(cfg: RunConfig) -> Iterator[str]:
     """A decay must end after it starts, and a bound that nothing reads is a mistake."""
     optim = cfg.optim
@@ -353,7 +342,6 @@ RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     group_size,
     supervised,
     rewards,
-    regularisers,
     schedule,
     minibatches,
     microbatch_tokens,

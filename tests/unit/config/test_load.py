@@ -127,7 +127,7 @@ def test_a_preset_is_checked_like_a_file(tmp_path):
 
 
 def test_default_nodes_hold_only_a_name():
-    """A default argument would survive the replacement of its node inside list elements; defaults belong to the plugin."""
+    """A default argument would survive the replacement of its node in list elements; it belongs to the plugin."""
     for section in (item for item in vars(schema).values() if dataclasses.is_dataclass(item)):
         for item in dataclasses.fields(section):
             if "plugin" in item.metadata:

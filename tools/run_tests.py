@@ -1,0 +1,152 @@
+"""Runs the checks and the test groups one after the other: `.venv/bin/python tools/run_tests.py [GROUP ...]`.
+
+Prints every group's output as it comes, then a table of seconds and counts, each skip with its reason, and a closing line
+`N passed, N failed, N skipped`. The exit status is 0 only if nothing failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+GROUP_LIMIT_SECONDS = 1200
+
+CHECKS = {
+    "ruff check": [str(BIN / "ruff"), "check", "."],
+    "ruff format": [str(BIN / "ruff"), "format", "--check", "."],
+    "basedpyright": [str(BIN / "basedpyright"), "--pythonpath", sys.executable, "--level", "error"],
+    "import-linter": [str(BIN / "lint-imports")],
+}
+GROUPS = {
+    "unit": ["tests/architecture", "tests/unit"],
+    "contracts": ["tests/contracts"],
+    "distributed": ["tests/distributed"],
+    "golden": ["tests/golden"],
+    "e2e": ["tests/e2e"],
+    "gpu": ["tests/gpu"],
+}
+"""Name -> folders. A folder without tests is left out."""
+
+
+@dataclass
+class Result:
+    """What one check or group did."""
+
+    name: str
+    seconds: float = 0.0
+    passed: int = 0
+    failed: int = 0
+    skips: list[str] = field(default_factory=list)
+
+
+def environment() -> dict[str, str]:
+    """One thread per process, and no look at the network."""
+    fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **fixed}
+
+
+def run(command: list[str]) -> tuple[int, float]:
+    """Exit status and seconds; a command over the limit is ended with all that it started."""
+    start = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True)
+    try:
+        status = process.wait(timeout=GROUP_LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {GROUP_LIMIT_SECONDS} s", flush=True)
+        os.killpg(process.pid, signal.SIGKILL)
+        status = process.wait() or 1
+    except BaseException:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        raise
+    return status, time.monotonic() - start
+
+
+def run_check(name: str, command: list[str]) -> Result:
+    """One linter counts as one test."""
+    print(f"\n== {name}", flush=True)
+    status, seconds = run(command)
+    return Result(name, seconds, passed=int(status == 0), failed=int(status != 0))
+
+
+def run_group(name: str, folders: list[str], extra: list[str]) -> Result:
+    """One pytest process; counts come from its report file."""
+    print(f"\n== {name}: {' '.join(folders)}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        arguments = ["-p", "no:cacheprovider", f"--junitxml={report}", "--durations=5", *extra, *folders]
+        status, seconds = run([sys.executable, "-m", "pytest", *arguments])
+        result = read_report(name, report) if report.exists() else Result(name, failed=1)
+    result.seconds = seconds
+    no_tests = 5
+    if status not in (0, no_tests) and not result.failed:
+        result.failed = 1  # pytest itself broke, or was stopped
+    return result
+
+
+def read_report(name: str, path: Path) -> Result:
+    """Counts and skip reasons of a JUnit file."""
+    result = Result(name)
+    for case in ET.parse(path).getroot().iter("testcase"):
+        label = f"{case.get('classname', '')}.{case.get('name', '')}"
+        skip = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            result.failed += 1
+        elif skip is not None:
+            result.skips.append(f"{label}: {skip.get('message', 'no reason given')}")
+        else:
+            result.passed += 1
+    return result
+
+
+def has_tests(folders: list[str]) -> list[str]:
+    """Those of the folders that hold a test file."""
+    return [folder for folder in folders if any((ROOT / folder).rglob("test_*.py"))]
+
+
+def print_table(results: list[Result]) -> int:
+    """The summary; returns the number of failures."""
+    print(f"\n{'group':<16}{'seconds':>9}{'passed':>9}{'failed':>9}{'skipped':>9}")
+    for result in results:
+        counts = f"{result.passed:>9}{result.failed:>9}{len(result.skips):>9}"
+        print(f"{result.name:<16}{result.seconds:>9.1f}{counts}")
+    print(f"{'total':<16}{sum(result.seconds for result in results):>9.1f}")
+    skips = [skip for result in results for skip in result.skips]
+    if skips:
+        print("\nskipped:")
+        for skip in skips:
+            print(f"  {skip}")
+    failed = sum(result.failed for result in results)
+    print(f"\n{sum(result.passed for result in results)} passed, {failed} failed, {len(skips)} skipped", flush=True)
+    return failed
+
+
+def main() -> int:
+    """Exit status 0 only if nothing failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"lint, {', '.join(GROUPS)} (default: all)")
+    parser.add_argument("--slow", action="store_true", help="also the tests marked slow")
+    options = parser.parse_args()
+    unknown = set(options.groups) - {"lint", *GROUPS}
+    if unknown:
+        parser.error(f"no group {', '.join(sorted(unknown))}; there are lint, {', '.join(GROUPS)}")
+    wanted = options.groups or ["lint", *GROUPS]
+    results = [run_check(name, command) for name, command in CHECKS.items()] if "lint" in wanted else []
+    for name, folders in GROUPS.items():
+        if name in wanted and (present := has_tests(folders)):
+            results.append(run_group(name, present, ["-m", ""] if options.slow else []))
+    return int(print_table(results) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
