@@ -1,6 +1,8 @@
-"""Save and restore the learner bit for bit: weights, optimizer, schedule position, every RNG. Safetensors and JSON, no pickle.
+"""Save and restore the learner bit for bit: weights, optimizer, schedule position, every RNG. Safetensors and JSON, no
+pickle.
 
-Each rank writes its own part, `rank_00000.safetensors` and `rank_00000.json`; both must be read back under the same layout.
+Each rank writes its own part, `rank_00000.safetensors` and `rank_00000.json`; both must be read back under the same
+layout.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def load_state(
     state = _read_json(json_file)
     if state.get("format") != FORMAT:
         raise CheckpointError(
-            f"{json_file}: format is {state.get('format')!r}, this version reads {FORMAT}; use the version that wrote it"
+            f"{json_file}: format is {state.get('format')!r}, this version reads {FORMAT}; "
+            "use the version that wrote it"
         )
     if state["layout"] != _layout(parallel):
         raise CheckpointError(
@@ -132,7 +135,9 @@ def _check_weights(folder: Path, saved: Mapping[str, Tensor], weights: Mapping[s
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Plain JSON for `value`; its tensors go to `tensors` by path. Keeps integer keys and tuples, which JSON does not."""
+    """Plain JSON for `value`; its tensors go to `tensors` by path. Keeps integer keys and tuples, which JSON does
+    not.
+    """
     if isinstance(value, Tensor):
         tensors[path] = value
         return {"tensor": path}
@@ -160,7 +165,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _rng_state() -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 the global RNG is what is saved
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -182,7 +187,7 @@ def _set_rng_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     set_rng_tracker_states(dict(state["tracker"]))
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

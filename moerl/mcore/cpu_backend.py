@@ -37,10 +37,28 @@ _CPU = torch.device("cpu")
 _installed = False
 _opened = False
 
-_FACTORIES = (
-    "tensor as_tensor empty zeros ones full rand randn randint randperm arange linspace eye empty_like zeros_like "
-    "ones_like full_like rand_like randn_like empty_strided"
-).split()
+_FACTORIES = [
+    "tensor",
+    "as_tensor",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "arange",
+    "linspace",
+    "eye",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "empty_strided",
+]
 
 
 class _Stream:
@@ -281,8 +299,8 @@ def check_megatron() -> None:
             importlib.import_module("transformer_engine.pytorch")
         except (ImportError, OSError, RuntimeError) as error:
             raise ConfigError(
-                f"transformer_engine is installed but does not import ({str(error).splitlines()[0]}); megatron-core cannot be "
-                "imported beside it: install a build that matches this torch and CUDA, or uninstall it"
+                f"transformer_engine is installed but does not import ({str(error).splitlines()[0]}); megatron-core "
+                "cannot be imported beside it: install a build that matches this torch and CUDA, or uninstall it"
             ) from error
     if importlib.util.find_spec("apex") is not None and not _is_nvidia_apex():
         raise ConfigError(

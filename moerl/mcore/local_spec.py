@@ -1,8 +1,8 @@
 """What megatron's local layer spec lacks for packed sequences without TransformerEngine: attention, norm, positions.
 
-Core attention of the local spec refuses packed (THD) input, and its THD rotary embedding works sequence by sequence. Here
-packed queries, keys and values are spread to right-padded [n, smax] once per call, so that plain causal attention is exact (a
-query never sees what comes after it) and no [t, t] mask is built.
+Core attention of the local spec refuses packed (THD) input, and its THD rotary embedding works sequence by sequence.
+Here packed queries, keys and values are spread to right-padded [n, smax] once per call, so that plain causal attention
+is exact (a query never sees what comes after it) and no [t, t] mask is built.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class PackedLayout(PackedSeqParams):
     position_ids: Tensor | None = None
     """[t] int64."""
     spread: Tensor | None = None
-    """[n * smax] int64: the packed row of each padded place (row 0 where there is none); None when no padding is needed."""
+    """[n * smax] int64: the packed row of each padded place (row 0 where there is none); None when no padding is
+    needed.
+    """
     collect: Tensor | None = None
     """[t] int64: the padded place of each packed row."""
     num_seqs: int = 0
@@ -120,7 +122,9 @@ class PackedAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm in float32 whose weight is marked for the sequence-parallel gradient sum (torch's wrapped norm refuses it)."""
+    """RMSNorm in float32 whose weight is marked for the sequence-parallel gradient sum (torch's wrapped norm refuses
+    it).
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         """`hidden_size` is the width that is normalised: the head dimension for query and key norms."""
@@ -139,8 +143,9 @@ class RMSNorm(torch.nn.Module):
 class PackedRotaryEmbedding(RotaryEmbedding):
     """Angles by packed row, so that one rotation serves all sequences.
 
-    Megatron's THD rotation takes angles of the pack's total length as exact positions; given angles by position it would rotate
-    sequence after sequence, each with its own copy, which costs more than the rest of attention on small models.
+    Megatron's THD rotation takes angles of the pack's total length as exact positions; given angles by position it
+    would rotate sequence after sequence, each with its own copy, which costs more than the rest of attention on small
+    models.
     """
 
     position_ids: Tensor | None = None
@@ -159,10 +164,14 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
 
 def block_spec(config: TransformerConfig, *, use_te: bool, vp_stage: int | None = None) -> Any:
-    """Megatron's decoder spec with this room's router, and where TransformerEngine is not used, its attention and norm."""
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage)
+    """Megatron's decoder spec with this room's router, and where TransformerEngine is not used, its attention and
+    norm.
+    """
+    spec: Any = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
+    )
     for layer in spec.layer_specs:
-        parts = layer.submodules
+        parts: Any = layer.submodules
         parts.mlp = _with_replay_router(parts.mlp)
         if use_te:
             continue

@@ -154,7 +154,9 @@ def _implementation() -> dict[str, Any]:
 
 
 class PackedGPTModel(GPTModel):
-    """GPTModel over packed sequences; its last stage returns [2, t]: log-probabilities and entropies of the given tokens."""
+    """GPTModel over packed sequences; its last stage returns [2, t]: log-probabilities and entropies of the given
+    tokens.
+    """
 
     routes: RouteController
     true_vocab_size: int = 0
@@ -216,7 +218,7 @@ def _build_chunk(
     model.true_vocab_size = vocab
     if not use_te:
         model.rotary_pos_emb = PackedRotaryEmbedding(
-            kv_channels=config.kv_channels,
+            kv_channels=kwargs["kv_channels"],
             rotary_percent=arguments["rotary_percent"],
             rotary_interleaved=config.rotary_interleaved,
             rotary_base=arguments["rotary_base"],
@@ -230,7 +232,8 @@ def _build_chunk(
 
 
 def score_tokens(module: torch.nn.Module, batch: MicroBatch) -> Tensor:
-    """Forward of one micro-batch: [2, t] float32 on the last stage (row 0: logprobs, row 1: entropy), else hidden states.
+    """Forward of one micro-batch: [2, t] float32 on the last stage (row 0: logprobs, row 1: entropy), else hidden
+    states.
 
     Entry j speaks of token j given the tokens before it; it is 0 at the first token of every sequence.
     """

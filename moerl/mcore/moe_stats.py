@@ -1,6 +1,7 @@
 """From what routers saw to metrics: the pairs (rollout, old) and (old, current) on live tokens, aligned to predictions.
 
-Token j is predicted by the forward of token j - 1, so its routing is row j - 1 of the pack; that shift is made here, once.
+Token j is predicted by the forward of token j - 1, so its routing is row j - 1 of the pack; that shift is made here,
+once.
 """
 
 from __future__ import annotations
@@ -57,16 +58,14 @@ def own_counts(batches: Sequence[MicroBatch], observed: Sequence[Observation], n
     return expert_counts(own, torch.ones(own.shape[0], dtype=torch.bool, device=own.device), num_experts)
 
 
-def rollout_pair_metrics(
-    batches: Sequence[MicroBatch], observed: Sequence[Observation], layers: Sequence[int]
-) -> Metrics:
+def rollout_pair_metrics(batches: Sequence[MicroBatch], observed: Sequence[Observation]) -> Metrics:
     """`route/*` of (rollout, old) on live tokens that have a route; nothing where the rollout gave none."""
     if any(batch.routes is None for batch in batches):
         return {}
     pairs = [_rollout_pair(batch, seen) for batch, seen in zip(batches, observed, strict=True)]
     before, after = torch.cat([p.before for p in pairs]), torch.cat([p.after for p in pairs])
     everywhere = torch.ones(before.shape[0], dtype=torch.bool, device=before.device)
-    metrics = route_metrics(before, after, everywhere, prefix="route", layers=layers)
+    metrics = route_metrics(before, after, everywhere, prefix="route")
     metrics["route/max_margin_of_changed"] = Max(torch.stack([_max_margin(pair) for pair in pairs]).max())
     return metrics
 
@@ -80,7 +79,9 @@ def _rollout_pair(batch: MicroBatch, seen: Observation) -> _Pair:
 
 
 def _max_margin(pair: _Pair) -> Tensor:
-    """How far the worst expert that the rollout took and the learner would not lies below the learner's k-th; 0 without any."""
+    """How far the worst expert that the rollout took and the learner would not lies below the learner's k-th; 0
+    without any.
+    """
     if not pair.before.numel():
         return pair.selection.new_zeros(())
     kth = pair.selection.gather(-1, pair.after).amin(-1, keepdim=True)
@@ -89,12 +90,12 @@ def _max_margin(pair: _Pair) -> Tensor:
     return (kth - taken).masked_fill(kept, 0.0).max().clamp_min(0.0)
 
 
-def update_pair_metrics(before: Sequence[RouterStats], after: Sequence[RouterStats], layers: Sequence[int]) -> Metrics:
+def update_pair_metrics(before: Sequence[RouterStats], after: Sequence[RouterStats]) -> Metrics:
     """`route_update/*` of (old, current) over one minibatch."""
     a, b = torch.cat([s.own_routes for s in before]), torch.cat([s.own_routes for s in after])
     a_logq, b_logq = _stack_logq(before), _stack_logq(after)
     everywhere = torch.ones(a.shape[0], dtype=torch.bool, device=a.device)
-    return route_metrics(a, b, everywhere, prefix="route_update", a_logq=a_logq, b_logq=b_logq, layers=layers)
+    return route_metrics(a, b, everywhere, prefix="route_update", a_logq=a_logq, b_logq=b_logq)
 
 
 def _stack_logq(stats: Sequence[RouterStats]) -> Tensor | None:

@@ -1,4 +1,6 @@
-"""Megatron's DDP and optimizer, the learning-rate schedule, clipping, and the check that nothing is NaN before a step."""
+"""Megatron's DDP and optimizer, the learning-rate schedule, clipping, and the check that nothing is NaN before a
+step.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class Schedule:
         end = num_steps if section.decay_steps is None else section.decay_steps
         if section.schedule != "constant" and end < start:
             raise ConfigError(
-                f"optim.decay_steps is {end}, before the decay starts at step {start} (warmup_steps, constant_steps); raise it"
+                f"optim.decay_steps is {end}, before the decay starts at step {start} (warmup_steps, "
+                "constant_steps); raise it"
             )
         min_lr = section.lr * section.min_lr_fraction
         return cls(section.lr, min_lr, section.warmup_steps, section.schedule, start, end)
@@ -108,7 +111,8 @@ class Optimizer:
         self.inner.zero_grad()
 
     def step(self, losses: Sequence[Tensor], step: int) -> Metrics:
-        """Check `losses` (one per micro-batch; none on ranks without the loss) and the gradient norm, then clip and step.
+        """Check `losses` (one per micro-batch; none on ranks without the loss) and the gradient norm, then clip and
+        step.
 
         Raises:
             NumericsError: either is not finite; on every rank, before any weight moved.
@@ -123,8 +127,8 @@ class Optimizer:
         total = torch.stack(list(losses)).sum() if losses else torch.zeros_like(norm)
         if not self._parallel.all_true(torch.isfinite(norm.squeeze()) & torch.isfinite(total)):
             raise NumericsError(
-                f"step {step}: loss {float(total)} and gradient norm {float(norm)}; one is not finite, so the optimizer was "
-                "not stepped and the weights are those before this minibatch: inspect the dumped batch"
+                f"loss {float(total)} and gradient norm {float(norm)}: one is not finite, so the weights are those "
+                "before this minibatch"
             )
         rate = self.schedule.at(step)
         for group in self.inner.param_groups:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from torch._C._distributed_c10d import HashStore
 
 from moerl.config.schema import ParallelSection
 from moerl.errors import ConfigError
@@ -59,7 +62,9 @@ class ParallelState:
         return self.pp.rank == self.pp.size - 1
 
     def router_rows(self, num_tokens: int) -> slice:
-        """The rows of a pack of `num_tokens` that this rank's routers see: all, or its slice under sequence parallelism."""
+        """The rows of a pack of `num_tokens` that this rank's routers see: all, or its slice under sequence
+        parallelism.
+        """
         if not self.is_sequence_parallel:
             return slice(0, num_tokens)
         share = num_tokens // self.tp.size
@@ -105,10 +110,10 @@ def initialize_parallel(section: ParallelSection, seed: int) -> ParallelState:
     have = tuple(axis.size for axis in (state.tp, state.pp, state.cp, state.ep, state.etp))
     if asked != have:
         raise ConfigError(
-            f"parallel: (tensor, pipeline, context, expert, expert_tensor) = {asked}, but this process already runs {have}; "
-            "one process holds one layout"
+            f"parallel: (tensor, pipeline, context, expert, expert_tensor) = {asked}, but this process already runs "
+            f"{have}; one process holds one layout"
         )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
     return state
 
 
@@ -122,7 +127,7 @@ def _join_world() -> None:
         dist.init_process_group(backend)
         return
     # Alone: a store in memory needs neither a port nor a file that another process could take.
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def _check_sizes(section: ParallelSection, world: int) -> None:
@@ -147,7 +152,7 @@ def _check_sizes(section: ParallelSection, world: int) -> None:
         )
 
 
-def _axis(group: dist.ProcessGroup) -> Axis:
+def _axis(group: Any) -> Axis:
     return Axis(group, dist.get_rank(group), dist.get_world_size(group))
 
 
@@ -168,9 +173,13 @@ def _describe(section: ParallelSection, world: int) -> ParallelState:
 
 def rng_tracker_states() -> dict[str, torch.Tensor]:
     """States of megatron's named RNGs (dropout in sharded regions), for a checkpoint."""
-    return dict(tensor_parallel.get_cuda_rng_tracker().get_states())
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None
+    return dict(tracker.get_states())
 
 
 def set_rng_tracker_states(states: dict[str, torch.Tensor]) -> None:
     """Restore what `rng_tracker_states` returned."""
-    tensor_parallel.get_cuda_rng_tracker().set_states(states)
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None
+    tracker.set_states(states)

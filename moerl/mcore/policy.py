@@ -375,7 +375,8 @@ def _contract_metrics(minibatch: Sequence[MicroBatch], results: Sequence[MicroRe
         if batch.old_logprobs is not None and result.scores is not None:
             gap = torch.where(batch.mask, result.scores.logprobs - batch.old_logprobs, 0.0)
             merge_into(found, {"contract/ratio_deviation": Max(torch.expm1(gap).abs().max())})
-    clipped = [metrics[name] for name in ("pg/clip_low", "pg/clip_high") if isinstance(metrics.get(name), Mean)]
+    means = [metrics.get(name) for name in ("pg/clip_low", "pg/clip_high")]
+    clipped = [mean for mean in means if isinstance(mean, Mean)]
     if clipped:
         total = sum(mean.total for mean in clipped)
         found["contract/clip_fraction"] = Mean(total, clipped[0].count)

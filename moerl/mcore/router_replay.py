@@ -1,9 +1,10 @@
 """Routes in and routes out: one tap per MoE router, driven by one `RouteController` per model.
 
-Megatron's own switchboard is a class-level list shared by every model in the process and a FIFO for recomputation; both are
-wrong as soon as there are two models, or a schedule whose backward order differs from its forward order. Here every router
-owns a `RouterTap` (a `RouterReplay`, the object that megatron's routing asks for its top-k), and the controller keeps what a
-micro-batch replays in the hook that its backward pass fires, so recomputation replays that micro-batch's routes in any order.
+Megatron's own switchboard is a class-level list shared by every model in the process and a FIFO for recomputation; both
+are wrong as soon as there are two models, or a schedule whose backward order differs from its forward order. Here every
+router owns a `RouterTap` (a `RouterReplay`, the object that megatron's routing asks for its top-k), and the controller
+keeps what a micro-batch replays in the hook that its backward pass fires, so recomputation replays that micro-batch's
+routes in any order.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class RouterTap(RouterReplay):
         self.logits: Tensor | None = None
         """[rows, e] of the last observed forward, detached."""
 
-    def get_replay_topk(  # noqa: PLR0913 the signature is megatron's
+    def get_replay_topk(
         self,
         scores: Tensor,
         topk: int,
@@ -48,8 +49,8 @@ class RouterTap(RouterReplay):
         assert default_compute_topk is not None
         if self.target is not None and self.has_target is None and not self.is_observing:
             return scores.gather(1, self.target), self.target
-        # Megatron sorts the top-k only while gradients are on; the order decides the last bit of the softmax over it, so a
-        # scoring pass would differ from the training pass on the same weights.
+        # Megatron sorts the top-k only while gradients are on; the order decides the last bit of the softmax over it,
+        # so a scoring pass would differ from the training pass on the same weights.
         with torch.enable_grad():
             values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.is_observing:
@@ -84,7 +85,9 @@ class Observation:
     log_probs: Tensor
     """[t, l, e] float32: log q over all experts."""
     selection: Tensor
-    """[t, l, e] float32: the probabilities that the top-k was taken of (with the balancing bias, where there is one)."""
+    """[t, l, e] float32: the probabilities that the top-k was taken of (with the balancing bias, where there is
+    one).
+    """
 
 
 def concat_layers(chunks: Mapping[int, Observation]) -> Observation | None:
@@ -105,7 +108,8 @@ class RouteController:
     """The taps of one model (pipeline chunk), by MoE layer."""
 
     def __init__(self, model: torch.nn.Module, *, moe_layers: tuple[int, ...], rows: Callable[[int], slice]) -> None:
-        """`moe_layers` are the layer numbers (from 1) of all MoE layers of the network, in order: entry i is `routes[:, i]`.
+        """`moe_layers` are the layer numbers (from 1) of all MoE layers of the network, in order: entry i is `routes[:,
+        i]`.
 
         `rows(t)` says which rows of a pack of t tokens this rank's routers see.
         """
@@ -126,7 +130,8 @@ class RouteController:
         """Before a micro-batch's forward: what to replay ([t, l, k] over all MoE layers; None: own choice).
 
         Returns:
-            A function for that micro-batch's backward pass: it replays the same routes in recomputation, observing nothing.
+            A function for that micro-batch's backward pass: it replays the same routes in recomputation, observing
+            nothing.
         """
         targets: dict[int, Tensor | None] = dict.fromkeys(self._routers)
         present = None

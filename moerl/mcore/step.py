@@ -90,7 +90,8 @@ class _Pass:
             return output.new_zeros(()), tokens, {}
         loss, metrics = self.loss_function(batch, TokenScores(logprobs, entropy, observed))
         self.losses[index], self.metrics[index] = loss.detach().clone(), metrics
-        # The one scaling line: core divides by the number of micro-batches and DDP averages over dp x cp; the objective is a sum.
+        # The one scaling line: core divides by the number of micro-batches and DDP averages over dp x cp; the objective
+        # is a sum.
         return loss * self.scale, tokens, metrics
 
     def results(self) -> list[MicroResult]:
@@ -105,7 +106,7 @@ class StepRunner:
 
     def __init__(self, chunks: list[DistributedDataParallel], parallel: ParallelState) -> None:
         """`chunks` share one TransformerConfig."""
-        self._chunks = chunks
+        self._chunks: list[torch.nn.Module] = list(chunks)
         self._parallel = parallel
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
 

@@ -1,10 +1,10 @@
 """Log-probability and entropy of given tokens from hidden states, on a vocabulary that may be sharded over a group.
 
-linear -> / temperature -> log-softmax -> gather, in chunks of rows, so that [t, v] never exists whole; the backward pass
-computes each chunk's logits again. Reductions over the vocabulary are float32 whatever the dtype of the model.
+linear -> / temperature -> log-softmax -> gather, in chunks of rows, so that [t, v] never exists whole; the backward
+pass computes each chunk's logits again. Reductions over the vocabulary are float32 whatever the dtype of the model.
 
-Gradients with respect to the hidden states are this shard's part of a sum over the group: the caller enters through megatron's
-`copy_to_tensor_model_parallel_region` or its sequence-parallel gather, whose backward adds the parts up.
+Gradients with respect to the hidden states are this shard's part of a sum over the group: the caller enters through
+megatron's `copy_to_tensor_model_parallel_region` or its sequence-parallel gather, whose backward adds the parts up.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class _Job:
     chunk: int
 
     def logits(self, hidden: Tensor, weight: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """[c, v] float32 logits at temperature, and [c, v] bool True where a token is not in the running (None: nowhere)."""
+        """[c, v] float32 logits at temperature, and [c, v] bool True where a token is not in the running (None:
+        nowhere).
+        """
         logits = (hidden[rows] @ weight.t()).float().mul_(self.inverse_temperature[rows, None])
         size = self.shard.size
         if size is not None and size < logits.shape[1]:
@@ -150,15 +152,16 @@ def linear_logprobs(
     shard: VocabShard | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature)[targets] and the entropy of that distribution, both [r] float32 with gradient.
+    """log softmax(hidden @ weight.T / temperature)[targets] and the entropy of that distribution, both [r] float32 with
+    gradient.
 
     Args:
         hidden: [r, h], one row per prediction.
         weight: [v, h], this rank's rows of the output matrix.
         targets: [r] int64, global token ids.
         temperature: [r] float, above 0.
-        support: Token ids in the running, by row (`offsets` [r + 1]); a row without any is normalised over the vocabulary. A
-            target outside its own support gets a log-probability near -1e30.
+        support: Token ids in the running, by row (`offsets` [r + 1]); a row without any is normalised over the
+            vocabulary. A target outside its own support gets a log-probability near -1e30.
         shard: Which rows of the vocabulary `weight` is; the whole one by default.
         chunk_elements: Bound on logits that exist at a time.
     """

@@ -1,11 +1,13 @@
-"""A family's rules x the parallel layout: fill the model from a Hugging Face folder, stream it out in Hugging Face names."""
+"""A family's rules x the parallel layout: fill the model from a Hugging Face folder, stream it out in Hugging Face
+names.
+"""
 
 from __future__ import annotations
 
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,12 +47,13 @@ class WeightMap:
         experts = int(source.kwargs.get("num_moe_experts") or 0) // parallel.ep.size * parallel.ep.rank
         for chunk in chunks:
             model = unwrap(chunk)
-            offsets = [layer.layer_number - 1 - i for i, layer in enumerate(model.decoder.layers)]
+            layers: Any = model.decoder.layers
+            offsets = [layer.layer_number - 1 - i for i, layer in enumerate(layers)]
             biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias")]
             for name, tensor in [*model.named_parameters(), *biases]:
                 found = re.match(r"decoder\.layers\.(\d+)\.", name)
-                layers = offsets[int(found[1])] if found else 0
-                self.local[shift_indices(name, layers=layers, experts=experts)] = tensor
+                offset = offsets[int(found[1])] if found else 0
+                self.local[shift_indices(name, layers=offset, experts=experts)] = tensor
         is_complete = parallel.pp.size == parallel.ep.size == 1
         match_parameters(self.rules, self.local, is_complete=is_complete)
         self._holders = self._find_holders()
@@ -59,7 +62,7 @@ class WeightMap:
         """Global name -> the ranks that hold a part of it."""
         mine = list(self.local)
         if self._parallel.world_size == 1:
-            return dict.fromkeys(mine, [0])
+            return {name: [0] for name in mine}
         names: list[list[str] | None] = [None] * self._parallel.world_size
         dist.all_gather_object(names, mine)
         holders: dict[str, list[int]] = {}
@@ -98,13 +101,15 @@ class WeightMap:
         broken = [name for name, tensor in self.local.items() if not bool(torch.isfinite(tensor).all())]
         if broken:
             raise CheckpointError(
-                f"{self._source.folder}: parameters unfilled or not finite after loading: {shorten(broken)}; the weights are damaged"
+                f"{self._source.folder}: parameters unfilled or not finite after loading: {shorten(broken)}; "
+                "the weights are damaged"
             )
 
     def export(self, tensors: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of every weight, in the order of the rules; every rank gets every tensor.
 
-        `tensors` (global megatron name -> local part) takes the place of the weights: gradients travel the same way. On one
+        `tensors` (global megatron name -> local part) takes the place of the weights: gradients travel the same way. On
+        one
         process the tensors may be views of live parameters: copy what must outlast the next update.
         """
         local = self.local if tensors is None else tensors
@@ -133,7 +138,8 @@ class WeightMap:
         return whole
 
     def freeze(self, patterns: Sequence[str], *, routers: bool) -> None:
-        """Exclude parameters from training: Hugging Face names that fully match a pattern, and with `routers` the gates.
+        """Exclude parameters from training: Hugging Face names that fully match a pattern, and with `routers` the
+        gates.
 
         Raises:
             ConfigError: a pattern that matches nothing, or only a part of what Megatron fuses into one parameter.
@@ -146,8 +152,8 @@ class WeightMap:
             covered = {name for names in hits.values() for name in names}
             if covered and covered != set(rule.hf_names):
                 raise ConfigError(
-                    f"model.freeze covers {sorted(covered)} but Megatron fuses {list(rule.hf_names)} into one parameter; "
-                    "freeze all of them or none"
+                    f"model.freeze covers {sorted(covered)} but Megatron fuses {list(rule.hf_names)} into one "
+                    "parameter; freeze all of them or none"
                 )
             is_router = routers and ".router." in rule.megatron_name
             tensor = self.local.get(rule.megatron_name)

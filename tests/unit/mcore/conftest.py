@@ -124,7 +124,7 @@ class NllObjective:
 
 
 class SequenceRatioObjective:
-    """GSPO without its clip, plus an entropy bonus: gradient through the sequence's geometric-mean ratio and the entropy."""
+    """GSPO without its clip, plus an entropy bonus."""
 
     needs = frozenset({"old_logprobs", "entropy"})
 
