@@ -25,6 +25,8 @@ class Chart:
     parts of a whole."""
     scale: Literal["linear", "log"] = "linear"
     smooth: bool = True
+    excluded: tuple[str, ...] = ()
+    """Names that a pattern of `names` takes in and that do not belong here."""
     per_layer: bool = False
     """`names[0]` is the stem of one metric per layer."""
 
@@ -32,7 +34,7 @@ class Chart:
         """Names of `known` that belong here: by pattern, then by name."""
         if self.per_layer:
             return sorted(name for name in known if name.startswith(self.names[0] + LAYER))
-        whole = sorted(name for name in known if LAYER not in name)
+        whole = sorted(name for name in known if LAYER not in name and name not in self.excluded)
         chosen: list[str] = []
         for pattern in self.names:
             chosen += [name for name in whole if fnmatchcase(name, pattern) and name not in chosen]
@@ -61,7 +63,8 @@ SECTIONS: tuple[Section, ...] = (
             Chart(
                 "Reward by component",
                 "Mean raw value of every named reward, before its weight.",
-                ("reward/component/*", "reward/components/*", "reward/*/mean"),
+                ("reward/*",),
+                excluded=("reward/mean", "reward/std", "reward/min", "reward/max"),
             ),
             Chart(
                 "Held-out accuracy",
@@ -78,10 +81,15 @@ SECTIONS: tuple[Section, ...] = (
             Chart(
                 "Response length",
                 "Sampled tokens per rollout.",
-                ("rollout/response_length", "rollout/response_length*", "rollout/length*"),
+                ("rollout/response_length", "rollout/response_length_max"),
             ),
             Chart("Entropy", "Mean entropy of the policy in nats; near 0 it no longer explores.", ("pg/entropy",)),
-            Chart("Supervised loss", "Mean negative log-likelihood of the completions.", ("pg/nll", "sft/*")),
+            Chart("Truncated responses", "Share that ran into the token limit.", ("rollout/truncated_fraction",)),
+            Chart(
+                "Loss",
+                "Supervised training: negative log-likelihood per token. RL: near 0, and no measure of progress.",
+                ("pg/nll", "pg/loss"),
+            ),
         ),
     ),
     Section(
@@ -93,9 +101,13 @@ SECTIONS: tuple[Section, ...] = (
                 "Share of live tokens whose gradient a bound of the trust region zeroed.",
                 ("pg/clip_low", "pg/clip_high", "pg/dual", "pg/clip_fraction"),
             ),
-            Chart("KL", "Distance of the current policy from the old one and from the reference.", ("pg/kl*", "kl/*")),
+            Chart(
+                "KL",
+                "Distance of the current policy from the old one and from the reference.",
+                ("pg/kl_old", "pg/kl*", "kl/*"),
+            ),
             Chart("Gradient norm", "Before clipping.", ("optim/grad_norm",)),
-            Chart("Learning rate", "", ("optim/lr", "optim/learning_rate"), smooth=False),
+            Chart("Learning rate", "", ("optim/lr",), smooth=False),
         ),
     ),
     Section(
@@ -132,7 +144,7 @@ SECTIONS: tuple[Section, ...] = (
             Chart(
                 "Router shift",
                 "Raw router-shift factor of RSPO over tokens; 1 is no shift.",
-                ("route*/gamma_mean", "route*/gamma_p01", "route*/gamma_min"),
+                ("route_update/gamma_mean", "route_update/gamma_p01", "route_update/gamma_low"),
             ),
         ),
     ),
@@ -150,7 +162,12 @@ SECTIONS: tuple[Section, ...] = (
         "Cost",
         "",
         (
-            Chart("Seconds by phase", "Wall time of a step.", ("perf/*_seconds",), kind="stack"),
+            Chart(
+                "Seconds by phase",
+                "Wall time of a step.",
+                tuple(f"perf/{phase}_seconds" for phase in ("rollout", "score", "update", "publish", "*")),
+                kind="stack",
+            ),
             Chart("Tokens per second", "", ("perf/rollout_tokens_per_second", "perf/learn_tokens_per_second")),
         ),
     ),

@@ -151,13 +151,21 @@ def _draw_chart(chart: Chart, chosen: Sequence[Series]) -> Picture:
     if len(chosen) > MAX_SERIES:
         note = f"{note} The first {MAX_SERIES} of {len(chosen)} are shown.".strip()
     shown = chosen[:MAX_SERIES]
-    alt = f"{chart.title} by step. " + " ".join(f"{one.name}: {_words(one)}." for one in shown)
+    alt = f"{chart.title} by step. " + " ".join(f"{_label(chart, one)}: {_words(one)}." for one in shown)
     svg = line_chart(shown, kind=chart.kind, scale=chart.scale, smooth=chart.smooth, alt=alt)
     legend = [
-        LegendEntry(f"--c{index % NUM_COLOURS}", index >= NUM_COLOURS, one.name, _words(one))
+        LegendEntry(f"--c{index % NUM_COLOURS}", index >= NUM_COLOURS, _label(chart, one), _words(one))
         for index, one in enumerate(shown)
     ]
     return Picture(chart.title, note, svg, legend)
+
+
+def _label(chart: Chart, one: Series) -> str:
+    return f"layer {_layer_of(one)}" if chart.per_layer else one.name
+
+
+def _layer_of(one: Series) -> int:
+    return int(one.name.rpartition(LAYER)[2])
 
 
 def _draw_layers(chart: Chart, chosen: Sequence[Series]) -> Picture:
@@ -166,7 +174,7 @@ def _draw_layers(chart: Chart, chosen: Sequence[Series]) -> Picture:
     matrix = np.full((len(chosen), len(steps)), np.nan)
     for row, one in enumerate(chosen):
         matrix[row, np.searchsorted(steps, one.steps)] = one.values
-    worst = int(chosen[int(np.nanargmax(np.nanmean(matrix, axis=1)))].name.rpartition(LAYER)[2])
+    worst = _layer_of(chosen[int(np.nanargmax(np.nanmean(matrix, axis=1)))])
     alt = f"{chart.title}: {len(chosen)} layers, steps {steps[0]} to {steps[-1]}; largest in layer {worst}."
     is_dense = len(steps) == steps[-1] - steps[0] + 1
     x_label, x_start = ("step", int(steps[0])) if is_dense else ("record", 0)
@@ -222,6 +230,8 @@ def _words(one: Series) -> str:
     if len(known) == 1:
         return number_text(float(known[0]))
     first, last, low, high = (float(value) for value in (known[0], known[-1], known.min(), known.max()))
+    if low == high:
+        return f"{number_text(low)} throughout"
     return f"{number_text(first)} → {number_text(last)} ({number_text(low)} to {number_text(high)})"
 
 

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 NON_FINITE = "telemetry/non_finite"
 """Number of values of a record that were NaN or infinite and are `null` in the file; absent where there were none."""
+_LINE_ENDS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
+"""What `str.splitlines` takes for the end of a line and JSON leaves as it is."""
 
 
 class JsonlSink:
@@ -209,7 +211,8 @@ class _LineFile:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line; on failure the file is what it was before."""
-        data = memoryview((json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace"))
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
+        data = memoryview((text + "\n").encode("utf-8", "replace"))
         start = self._file.seek(0, os.SEEK_END)
         with _disk_errors(self._path):
             try:

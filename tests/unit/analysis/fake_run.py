@@ -60,8 +60,8 @@ def _step(step: int, num_steps: int, num_layers: int, rng: np.random.Generator) 
     row: dict[str, float] = {
         "step": step,
         "reward/mean": 0.3 + 0.58 * gain + rng.normal(0, 0.03),
-        "reward/component/exact": 0.3 + 0.55 * gain + rng.normal(0, 0.03),
-        "reward/component/format": 0.8 + 0.19 * gain + rng.normal(0, 0.01),
+        "reward/exact": 0.3 + 0.55 * gain + rng.normal(0, 0.03),
+        "reward/format": 0.8 + 0.19 * gain + rng.normal(0, 0.01),
         "rollout/response_length": 13 + 15 * gain + rng.normal(0, 0.5),
         "pg/entropy": 0.13 - 0.11 * gain + abs(rng.normal(0, 0.005)),
         "pg/clip_low": 0.03 + abs(rng.normal(0, 0.01)),
