@@ -28,7 +28,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Take requests again; an update whose last bucket has not come was given up, and what came of it is dropped."""
+        """Take requests again; an update whose last bucket has not come was given up and is dropped."""
         ...
 
     async def update_weights(self, bucket: WeightBucket) -> None:
