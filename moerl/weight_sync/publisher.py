@@ -54,7 +54,8 @@ class Publisher:
 
         The version rises with the last bucket and only after every name was seen. Whatever goes wrong, the engines are
         resumed, and those that did not take the last bucket keep their old weights and version. An error of
-        `named_tensors` itself (the trainer's) is raised as it is. After a failure the same version may be published.
+        `named_tensors` itself (the trainer's) is raised as it is. To an engine, resume without the last bucket means
+        that the update was given up; the same version may be published again.
 
         Raises:
             WeightSyncError: an engine or the transport failed, the names are wrong, or `version` does not rise.

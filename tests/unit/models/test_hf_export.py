@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def test_a_disk_that_refuses(tmp_path, source):
 def test_transformers_reads_it_back(tmp_path):
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
+    sizes: dict[str, Any] = dict(
         vocab_size=11,
         hidden_size=16,
         intermediate_size=7,
@@ -177,7 +178,7 @@ def test_transformers_reads_it_back(tmp_path):
         mlp_only_layers=[0],
     )
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config).eval()
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).eval()
     model.save_pretrained(tmp_path / "source")
     folder = HFFolder(tmp_path / "source")
     stream = ((name, folder.get(name)) for name in sorted(folder.names()))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -171,7 +172,7 @@ def test_unknown_architectures_and_families():
 def small_model(**changes):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         vocab_size=11,
         hidden_size=3,
         intermediate_size=7,
@@ -200,7 +201,7 @@ def test_megatron_experts_compute_what_transformers_computes():
     source = checked_source(InMemory(model.state_dict()), family, hf)
     made = {r.megatron_name: r.to_megatron({n: source.get(n) for n in r.hf_names}) for r in family.weight_rules(hf)}
     x = torch.randn(1, 6, 3)
-    block = model.model.layers[0].mlp
+    block: Any = model.model.layers[0].mlp
     with torch.no_grad():
         output = block(x)
         expected = (output[0] if isinstance(output, tuple) else output).reshape(6, 3)
