@@ -32,7 +32,7 @@ def _ranks(rewards: Tensor, ties: str) -> Tensor:
         return torch.empty_like(rewards).scatter(0, order, torch.arange(1, len(rewards) + 1, dtype=rewards.dtype))
     above = (rewards.unsqueeze(0) > rewards.unsqueeze(1)).sum(1)
     equal = (rewards.unsqueeze(0) == rewards.unsqueeze(1)).sum(1)
-    return above + (equal + 1) / 2
+    return above + (equal.to(rewards.dtype) + 1) / 2
 
 
 @advantage_transforms.register("rank", RankConfig)
