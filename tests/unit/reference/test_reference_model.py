@@ -1,0 +1,326 @@
+"""The oracle: held equal to transformers, to itself under packing and padding, and to hand arithmetic under replay."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from moerl.errors import CheckpointError, ConfigError, DataError
+from moerl.reference.config import ReferenceConfig
+from moerl.reference.loading import read_weights
+from moerl.reference.model import ReferenceModel
+
+SHAPE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 13,
+    "norm_topk_prob": True,
+    "rope_theta": 5000.0,
+}
+VARIANTS = {
+    "plain": {},
+    "raw_gates": {"norm_topk_prob": False},
+    "tied": {"tie_word_embeddings": True},
+    "one_dense_layer": {"mlp_only_layers": [1]},
+    "every_second": {"decoder_sparse_step": 2, "num_hidden_layers": 4},
+    "one_expert_each": {"num_experts_per_tok": 1},
+    "all_experts": {"num_experts_per_tok": 7},
+}
+
+
+def config(**changes) -> ReferenceConfig:
+    return ReferenceConfig.from_dict({**SHAPE, **changes})
+
+
+@pytest.fixture(params=sorted(VARIANTS))
+def pair(request, tmp_path):
+    """transformers' model and ours, of the same saved folder."""
+    fields = {**SHAPE, **VARIANTS[request.param]}
+    theta = fields.pop("rope_theta")
+    fields.pop("model_type")
+    torch.manual_seed(0)
+    hf_config = Qwen3MoeConfig(**fields, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    theirs = Qwen3MoeForCausalLM(hf_config).eval()
+    theirs.set_experts_implementation("eager")  # the default, grouped_mm, refuses odd widths
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # norms off 1, routers far from uniform
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    theirs.save_pretrained(tmp_path)
+    return theirs, ReferenceModel.from_pretrained(tmp_path)
+
+
+def test_equals_transformers_in_logits_routes_and_gradients(pair):
+    theirs, ours = pair
+    ids = torch.randint(0, 37, (3, 11), generator=torch.Generator().manual_seed(1))
+    out, expected = ours(ids), theirs(ids, output_router_logits=True)
+    torch.testing.assert_close(out.logits, expected.logits, atol=1e-5, rtol=1e-5)
+    router = torch.stack([part.view(3, 11, -1) for part in expected.router_logits if part is not None], dim=2)
+    torch.testing.assert_close(out.router_logits, router, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.own_routes, router.topk(ours.cfg.experts_per_token, -1).indices)
+    torch.testing.assert_close(out.routes, out.own_routes)
+
+    weight = torch.randn(out.logits.shape, generator=torch.Generator().manual_seed(2))
+    (out.logits * weight).sum().backward()
+    (expected.logits * weight).sum().backward()
+    grads = {name: p.grad for name, p in ours.hf_state().items()}
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(_of_theirs(name, grads, parameter.shape[0]), parameter.grad, atol=2e-4, rtol=1e-4)
+
+
+def _of_theirs(name, grads, experts):
+    """Our gradient in the shape of transformers' parameter, which fuses experts."""
+    zero = torch.zeros_like
+    if name.endswith("experts.gate_up_proj"):
+        at = name.removesuffix("gate_up_proj")
+        like = next(g for n, g in grads.items() if n.startswith(at) and "gate_proj" in n and g is not None)
+        parts = [[grads[f"{at}{e}.{p}_proj.weight"] for p in ("gate", "up")] for e in range(experts)]
+        return torch.stack([torch.cat([zero(like) if g is None else g for g in pair]) for pair in parts])
+    if name.endswith("experts.down_proj"):
+        at = name.removesuffix("down_proj")
+        like = next(g for n, g in grads.items() if n.startswith(at) and "down_proj" in n and g is not None)
+        parts = [grads[f"{at}{e}.down_proj.weight"] for e in range(experts)]
+        return torch.stack([zero(like) if g is None else g for g in parts])
+    return grads[name]
+
+
+def test_hf_state_has_the_names_of_the_saved_file(pair, tmp_path):
+    _, ours = pair
+    assert set(ours.hf_state()) == {name for name, _ in read_weights(tmp_path)} - (
+        {"lm_head.weight"} if ours.cfg.tied_embeddings else set()
+    )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_packed_padded_and_single_sequences_agree(side):
+    model = ReferenceModel.random(config(), seed=0, std=0.3)
+    rows = [torch.randint(0, 37, (n,), generator=torch.Generator().manual_seed(n)) for n in (1, 9, 4)]
+    singles = [model.forward_packed(row, torch.tensor([0, len(row)])) for row in rows]
+    packed = model.forward_packed(torch.cat(rows), torch.tensor([0, 1, 10, 14]))
+    for field in ("logits", "router_logits", "routes"):
+        torch.testing.assert_close(getattr(packed, field), torch.cat([getattr(one, field) for one in singles]))
+    ids = torch.zeros(3, 9, dtype=torch.int64)
+    mask = torch.zeros(3, 9, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        place = slice(0, len(row)) if side == "right" else slice(9 - len(row), 9)
+        ids[index, place], mask[index, place] = row, True
+    padded = model(ids, mask)
+    torch.testing.assert_close(padded.logits[mask], packed.logits)
+    torch.testing.assert_close(padded.routes[mask], packed.routes)
+    assert padded.logits[~mask].abs().max() == 0
+
+
+def test_a_later_token_and_another_sequence_do_not_reach_back():
+    model = ReferenceModel.random(config(), seed=0, std=0.3)
+    ids, cuts = torch.arange(12), torch.tensor([0, 7, 12])
+    before = model.forward_packed(ids, cuts).logits
+    changed = ids.clone()
+    changed[5] = 30
+    after = model.forward_packed(changed, cuts).logits
+    same = (before - after).abs().amax(-1) < 1e-5
+    assert same.tolist() == [True] * 5 + [False] * 2 + [True] * 5
+
+
+def test_replayed_experts_get_gates_of_the_current_scores():
+    """One layer by hand: y = sum over the replayed set of q_e / sum q * MLP_e(x)."""
+    for norm in (True, False):
+        model = ReferenceModel.random(config(num_hidden_layers=1, norm_topk_prob=norm), seed=0, std=0.4)
+        moe = model.model.layers[0].mlp
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
+        replay = torch.tensor([[6, 0, 3]] * 5)
+        y, logits, chosen, own = moe(x, replay, None)
+        q = logits.softmax(-1)
+        by_hand = torch.zeros_like(x)
+        for e in (0, 3, 6):
+            expert = moe.experts[e]
+            inner = F.silu(x @ expert.gate_proj.weight.T) * (x @ expert.up_proj.weight.T)
+            share = q[:, e] / (q[:, [0, 3, 6]].sum(-1) if norm else 1.0)
+            by_hand += share[:, None] * (inner @ expert.down_proj.weight.T)
+        torch.testing.assert_close(y, by_hand, atol=1e-6, rtol=1e-5)
+        assert torch.equal(chosen, replay)
+        assert not torch.equal(own.sort(-1).values, replay.sort(-1).values)
+
+
+def test_replaying_its_own_routes_changes_nothing_and_gradient_reaches_the_router():
+    model = ReferenceModel.random(config(), seed=1, std=0.3)
+    ids, cuts = torch.randint(0, 37, (13,), generator=torch.Generator().manual_seed(3)), torch.tensor([0, 13])
+    free = model.forward_packed(ids, cuts)
+    replayed = model.forward_packed(ids, cuts, routes=free.routes.flip(-1).to(torch.uint8))
+    torch.testing.assert_close(replayed.logits, free.logits)
+    replayed.logits.square().sum().backward()
+    assert model.hf_state()["model.layers.0.mlp.gate.weight"].grad.abs().max() > 0
+
+
+def test_rows_without_a_route_choose_for_themselves():
+    model = ReferenceModel.random(config(), seed=1, std=0.3)
+    ids, cuts = torch.arange(8), torch.tensor([0, 8])
+    free = model.forward_packed(ids, cuts)
+    other = (free.routes + 1) % 7
+    has_route = torch.tensor([True] * 7 + [False])
+    mixed = model.forward_packed(ids, cuts, routes=other, has_route=has_route)
+    assert torch.equal(mixed.routes[:7], other[:7])
+    assert torch.equal(mixed.routes[7], mixed.own_routes[7])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r[:5], r"shape \(5, 3, 3\).*need \(8, 3, 3\)"),
+        (lambda r: r * 0 + 7, "experts 7 to 7, the model has 0 to 6"),
+        (lambda r: r * 0 - 1, "experts -1 to -1"),
+    ],
+)
+def test_impossible_routes_are_refused(change, message):
+    model = ReferenceModel.random(config(), seed=1)
+    routes = torch.zeros(8, 3, 3, dtype=torch.int64)
+    with pytest.raises(DataError, match=message):
+        model.forward_packed(torch.arange(8), torch.tensor([0, 8]), routes=change(routes))
+
+
+@pytest.mark.parametrize("cuts", [[0, 7], [1, 8], [0, 4, 4, 8], [0, 9], [0]])
+def test_cuts_that_are_no_sequences_are_refused(cuts):
+    with pytest.raises(DataError, match="does not cut 8 tokens"):
+        ReferenceModel.random(config(), seed=1).forward_packed(torch.arange(8), torch.tensor(cuts))
+
+
+def test_float64_is_the_same_function():
+    single = ReferenceModel.random(config(), seed=0, std=0.2)
+    double = ReferenceModel.random(config(), seed=0, std=0.2, dtype=torch.float64)
+    double.load_weights((name, p.detach()) for name, p in single.hf_state().items())
+    ids = torch.arange(10)[None]
+    assert double(ids).logits.dtype == torch.float64
+    torch.testing.assert_close(double(ids).logits.float(), single(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_config_reads_both_generations_of_transformers():
+    new = {k: v for k, v in SHAPE.items() if k not in ("rope_theta", "num_experts")}
+    new |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "num_local_experts": 7}
+    assert ReferenceConfig.from_dict(new) == config()
+    assert config(mlp_only_layers=[0], decoder_sparse_step=1).moe_layers == (1, 2)
+    without = {k: v for k, v in SHAPE.items() if k != "head_dim"}
+    assert ReferenceConfig.from_dict(without).head_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mixtral"}, "model_type='mixtral'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_theta": None}, "rope_theta is missing"),
+        ({"num_experts_per_tok": 8}, "num_experts_per_tok=8"),
+        ({"num_experts": None}, "num_experts"),
+        ({"num_key_value_heads": 4}, "no multiple"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**changes)
+
+
+def test_a_missing_key_file_or_json_is_named(tmp_path):
+    absent = ("hidden_size", "num_experts_per_tok")
+    with pytest.raises(ConfigError, match="hidden_size, num_experts_per_tok missing"):
+        ReferenceConfig.from_dict({k: v for k, v in SHAPE.items() if k not in absent})
+    with pytest.raises(ConfigError, match=r"config\.json: no such file"):
+        ReferenceConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        ReferenceConfig.from_folder(tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder in two shards, and the model it was written from."""
+    model = ReferenceModel.random(config(), seed=5)
+    state = {name: p.detach().clone() for name, p in model.hf_state().items()}
+    names = sorted(state)
+    shards = {"a.safetensors": names[:20], "b.safetensors": names[20:]}
+    for file, part in shards.items():
+        save_file({name: state[name] for name in part}, tmp_path / file)
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return tmp_path, model, state
+
+
+def test_sharded_folders_load_bit_for_bit(folder):
+    path, model, _ = folder
+    loaded = ReferenceModel.from_pretrained(path)
+    assert all(torch.equal(p, model.hf_state()[name]) for name, p in loaded.hf_state().items())
+
+
+def test_a_lost_shard_is_named(folder):
+    path, _, _ = folder
+    (path / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"b\.safetensors named in model\.safetensors\.index\.json but not there"):
+        ReferenceModel.from_pretrained(path)
+
+
+def test_a_truncated_file_is_named(folder):
+    path, _, _ = folder
+    file = path / "a.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: cannot be read"):
+        ReferenceModel.from_pretrained(path)
+
+
+def test_a_folder_without_weights_says_so(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors file"):
+        ReferenceModel.from_pretrained(tmp_path)
+
+
+def _drop(state):
+    state.pop("model.layers.2.mlp.experts.4.up_proj.weight")
+
+
+def _add(state):
+    state["model.layers.0.mlp.gate.bias"] = torch.zeros(7)
+
+
+def _reshape(state):
+    state["model.norm.weight"] = torch.zeros(25)
+
+
+def _retype(state):
+    state["model.norm.weight"] = torch.zeros(24, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_drop, r"1 parameters unfilled, first model\.layers\.2\.mlp\.experts\.4\.up_proj"),
+        (_add, r"1 names that this model has not, first model\.layers\.0\.mlp\.gate\.bias"),
+        (_reshape, r"model\.norm\.weight: shape \(25,\) found, config\.json asks for \(24,\)"),
+        (_retype, "dtype torch.int8 found"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(folder, damage, message):
+    _, model, state = folder
+    damaged = {name: torch.full_like(tensor, float("nan")) for name, tensor in state.items()}
+    damage(damaged)
+    with pytest.raises(CheckpointError, match=message):
+        model.load_weights(damaged.items())
+    assert all(torch.equal(p, state[name]) for name, p in model.hf_state().items())
+
+
+def test_a_name_sent_twice_is_refused(folder):
+    _, model, state = folder
+    with pytest.raises(CheckpointError, match="came twice"):
+        model.load_weights([*state.items(), ("model.norm.weight", torch.ones(24))])
