@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -82,11 +82,15 @@ def render_report(run: RunData) -> str:
     environment.filters["svg"] = Markup  # made by plots.py, which escapes what it is given
     template = environment.from_string(resources.files("moerl.analysis").joinpath("report.html.j2").read_text("utf-8"))
     series = _series_by_name(run)
+    figures = key_figures(run.metrics)
+    summary = run.summary
+    if summary is not None and summary.get("steps") != figures["steps"]:
+        summary = None  # of an earlier end: the run goes on to a later step
     return template.render(
         run=run,
-        figures=key_figures(run.metrics),
-        summary=run.summary,
-        duration=_duration(run),
+        figures=figures,
+        summary=summary,
+        duration=_duration(summary),
         sections=[_draw_section(section, series, run) for section in SECTIONS],
         samples=_pick_samples(run.samples),
         metrics_table=[_metric_row(one) for one in series.values()],
@@ -250,8 +254,8 @@ def _pick_samples(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*samples[:third], *samples[middle : middle + third], *samples[-third:]]
 
 
-def _duration(run: RunData) -> str:
-    seconds = run.summary.get("seconds") if run.summary else None
+def _duration(summary: Mapping[str, Any] | None) -> str:
+    seconds = summary.get("seconds") if summary else None
     if not isinstance(seconds, int | float):
         return ""
     return f"{seconds:.1f} s" if seconds < 120 else str(datetime.timedelta(seconds=round(seconds)))

@@ -172,6 +172,14 @@ def test_a_run_with_one_number_has_a_report_that_says_what_is_missing(tmp_path: 
     assert "Load by layer and expert" in text
 
 
+def test_the_summary_of_an_earlier_end_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"steps": 1, "seconds": 5}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    assert "Finished: 1 steps in 5.0 s" in write_report(tmp_path).read_text(encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5}\n')
+    assert "Not finished: 2 steps so far" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
 def test_many_layers_become_heat_maps_and_many_sets_stay_readable(tmp_path: Path) -> None:
     folder = fake_run.write_fake_run(tmp_path / "big", num_steps=12, num_layers=24, num_experts=64, finished=False)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -217,10 +225,11 @@ def test_numbers_for_people(value: float | None, text: str) -> None:
 
 
 def test_the_command_writes_the_page_and_refuses_what_is_no_run(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(run_folder)]) == 0
-    assert capsys.readouterr().out.strip() == str(run_folder / "report.html")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     assert main(["report", str(tmp_path / "nope")]) == 2
     assert "nope: no such run folder" in capsys.readouterr().err
 
