@@ -6,6 +6,7 @@ import argparse
 import importlib
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 
 from moerl import __version__
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.add_arguments(subparser)
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # absent GPU libraries and deprecations of its own
     for noisy in ("megatron", "torch.distributed", "httpx", "antlr4"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     return _run(importlib.import_module(f"moerl.commands.{args.command}").run, args)
