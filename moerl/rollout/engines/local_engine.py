@@ -161,23 +161,23 @@ class LocalEngine:
 
     async def _run_batch(self, batch: list[_Request]) -> None:
         self._running = self._worker.submit(self._generate, batch)
+        job = asyncio.wrap_future(self._running)
         try:
-            completions = await asyncio.wrap_future(self._running)
-        except MoerlError as error:
+            await asyncio.wait([job])
+        except asyncio.CancelledError:  # the event loop ends
             for request in batch:
-                if not request.answer.done():
-                    request.answer.set_exception(RolloutError(f"request {request.request_id}: {error}"))
-        except BaseException as error:
-            for request in batch:
-                if not request.answer.done():
-                    request.answer.set_exception(error) if isinstance(error, Exception) else request.answer.cancel()
+                request.answer.cancel()
             raise
-        else:
-            for request, completion in zip(batch, completions, strict=True):
-                if not request.answer.done():
-                    request.answer.set_result(completion)
-        finally:
-            self._running = None
+        error = job.exception()
+        for place, request in enumerate(batch):
+            if request.answer.done():
+                continue
+            if error is None:
+                request.answer.set_result(job.result()[place])
+            elif isinstance(error, MoerlError):
+                request.answer.set_exception(RolloutError(f"request {request.request_id}: {error}"))
+            else:
+                request.answer.set_exception(error)
 
     def _generate(self, batch: list[_Request]) -> list[Completion]:
         """In the worker thread, as is `_swap`: the version cannot change meanwhile."""
