@@ -26,7 +26,7 @@ class Chart:
     scale: Literal["linear", "log"] = "linear"
     smooth: bool = True
     excluded: tuple[str, ...] = ()
-    """Names that a pattern of `names` takes in and that do not belong here."""
+    """Patterns of what `names` takes in and does not belong here."""
     per_layer: bool = False
     """`names[0]` is the stem of one metric per layer."""
 
@@ -34,11 +34,15 @@ class Chart:
         """Names of `known` that belong here: by pattern, then by name."""
         if self.per_layer:
             return sorted(name for name in known if name.startswith(self.names[0] + LAYER))
-        whole = sorted(name for name in known if LAYER not in name and name not in self.excluded)
+        whole = sorted(name for name in known if LAYER not in name and not _matches(name, self.excluded))
         chosen: list[str] = []
         for pattern in self.names:
             chosen += [name for name in whole if fnmatchcase(name, pattern) and name not in chosen]
         return chosen
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ SECTIONS: tuple[Section, ...] = (
                 "Reward by component",
                 "Mean raw value of every named reward, before its weight.",
                 ("reward/*",),
-                excluded=("reward/mean", "reward/std", "reward/min", "reward/max"),
+                excluded=("reward/mean", "reward/std", "reward/min", "reward/max", "reward/verifier_*"),
             ),
             Chart(
                 "Held-out accuracy",
@@ -88,7 +92,18 @@ SECTIONS: tuple[Section, ...] = (
             Chart(
                 "Loss",
                 "Supervised training: negative log-likelihood per token. RL: near 0, and no measure of progress.",
-                ("pg/nll", "pg/loss"),
+                ("loss", "pg/nll", "pg/loss"),
+            ),
+            Chart(
+                "Groups without a signal",
+                "Groups whose rollouts all got the same reward; nothing is learnt from them.",
+                ("advantage/zero_variance_groups",),
+            ),
+            Chart(
+                "Failures",
+                "Rollouts that failed or could not be scored; they are left out, never counted as wrong.",
+                ("rollout/errors", "rollout/too_long", "reward/verifier_*"),
+                smooth=False,
             ),
         ),
     ),
@@ -105,6 +120,11 @@ SECTIONS: tuple[Section, ...] = (
                 "KL",
                 "Distance of the current policy from the old one and from the reference.",
                 ("pg/kl_old", "pg/kl*", "kl/*"),
+            ),
+            Chart(
+                "Probability ratio",
+                "Current by old policy, over tokens: 1 is no change.",
+                ("pg/ratio_mean", "pg/ratio_max"),
             ),
             Chart("Gradient norm", "Before clipping.", ("optim/grad_norm",)),
             Chart("Learning rate", "", ("optim/lr",), smooth=False),
@@ -124,7 +144,7 @@ SECTIONS: tuple[Section, ...] = (
             Chart(
                 "Extreme tokens",
                 "Share of tokens whose probability ratio is beyond 1.5, 2, 5 or 10.",
-                ("mm/extreme_*",),
+                tuple(f"mm/extreme_{bound}" for bound in ("1.5", "2", "5", "10")),
             ),
             Chart(
                 "Effective sample size", "1 where the importance weights are all equal.", ("mm/ess_token", "mm/ess_seq")
@@ -154,7 +174,11 @@ SECTIONS: tuple[Section, ...] = (
         (
             Chart("Unevenness", "Standard deviation of the load by its mean, over experts.", ("load/cv",)),
             Chart("Busiest and idlest expert", "Load by an even share.", ("load/max", "load/min")),
-            Chart("Dead experts", "Experts without a single token, per layer.", ("load/dead*",)),
+            Chart(
+                "Dead experts",
+                "Experts without a single token (dead) and with under a tenth of an even share, per layer.",
+                ("load/dead", "load/below_tenth"),
+            ),
             Chart("Load drift", "Total variation against the step before and step 0.", ("load/drift_tv*",)),
         ),
     ),

@@ -35,6 +35,7 @@ _STYLE: Any = {
     "axes.edgecolor": _GRID,
     "axes.labelcolor": _INK,
     "axes.formatter.limits": (-3, 5),
+    "axes.formatter.useoffset": False,
     "axes.formatter.use_mathtext": False,
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -81,14 +82,21 @@ def line_chart(
             _line(axes, one, style, marked=kind == "points", smooth=smooth and scale == "linear")
     if scale == "log" and any((one.values > 0).any() for one in series):
         axes.set_yscale("log", nonpositive="mask")
-    elif not any(one.values[np.isfinite(one.values)].any() for one in series):
-        axes.set_ylim(-0.05, 1.0)  # all zero: not a scale of hundredths around it
+    elif kind != "stack":
+        _widen(axes, series)
     _steps_axis(axes, series)
     return _svg(figure, alt)
 
 
 def heat_map(
-    matrix: np.ndarray, *, x_label: str, y_label: str, x_start: int = 0, alt: str, centre: float | None = None
+    matrix: np.ndarray,
+    *,
+    x_label: str,
+    y_label: str,
+    x_start: int = 0,
+    alt: str,
+    even: float | None = None,
+    top: float = 0.0,
 ) -> str:
     """An SVG element of `matrix` [rows, columns] (NaN is left blank).
 
@@ -98,7 +106,8 @@ def heat_map(
         y_label: what rows are.
         x_start: number of the first column.
         alt: text for those who do not see it.
-        centre: value that is drawn white, with blue below and red above; None for a scale from 0 up.
+        even: value that is drawn white, with blue below and red above; None for one colour from 0 up.
+        top: least value of the scale's upper end, so that two maps can share it.
     """
     from matplotlib.colors import Normalize, TwoSlopeNorm
     from matplotlib.ticker import MaxNLocator
@@ -106,10 +115,11 @@ def heat_map(
     rows, columns = matrix.shape
     figure, axes = _new_figure(with_bar=True)
     largest = float(np.nanmax(matrix)) if np.isfinite(matrix).any() else 1.0
-    if centre is None:
+    largest = max(largest, top)
+    if even is None:
         norm, colours = Normalize(0.0, largest or 1.0), "viridis"
     else:
-        norm, colours = TwoSlopeNorm(centre, 0.0, max(2 * centre, largest)), "RdBu_r"
+        norm, colours = TwoSlopeNorm(even, 0.0, max(2 * even, largest)), "RdBu_r"
     extent = (x_start - 0.5, x_start + columns - 0.5, rows - 0.5, -0.5)
     image = axes.imshow(matrix, aspect="auto", interpolation="none", cmap=colours, norm=norm, extent=extent)
     axes.grid(visible=False)
@@ -166,6 +176,17 @@ def _stack(axes: Axes, series: Sequence[Series]) -> None:
     for index, height in enumerate(heights):
         axes.fill_between(steps, below, below + height, step="mid", color=_SERIES[index % NUM_COLOURS], linewidth=0)
         below = below + height
+
+
+def _widen(axes: Axes, series: Sequence[Series]) -> None:
+    """A scale that does not blow up rounding: values that are all but equal are drawn as a level line."""
+    values = np.concatenate([one.values[np.isfinite(one.values)] for one in series])
+    low, high = float(values.min()), float(values.max())
+    size = max(abs(low), abs(high))
+    if size == 0:
+        axes.set_ylim(-0.05, 1.0)
+    elif high - low < 1e-4 * size:
+        axes.set_ylim(low - 0.1 * size, high + 0.1 * size)
 
 
 def _steps_axis(axes: Axes, series: Sequence[Series]) -> None:

@@ -79,6 +79,7 @@ def render_report(run: RunData) -> str:
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = number_text
+    environment.filters["share"] = lambda value: "–" if value is None else f"{value:.3f}"
     environment.filters["svg"] = Markup  # made by plots.py, which escapes what it is given
     template = environment.from_string(resources.files("moerl.analysis").joinpath("report.html.j2").read_text("utf-8"))
     series = _series_by_name(run)
@@ -191,11 +192,11 @@ def _draw_load(run: RunData) -> list[Picture]:
     if not run.load:
         return []
     first_step, first = run.load[0][0], _load_matrix(run.load[0][1])
-    pictures = [_load_picture(first_step, first)]
     alike = [(step, matrix) for step, load in run.load if (matrix := _load_matrix(load)).shape == first.shape]
     if len(alike) == 1:
-        return pictures
-    pictures.append(_load_picture(*alike[-1]))
+        return [_load_picture(first_step, first, top=0.0)]
+    top = float(np.nanmax([first, alike[-1][1]]))
+    pictures = [_load_picture(step, matrix, top=top) for step, matrix in (alike[0], alike[-1])]
     steps = np.array([step for step, _ in alike])
     num_experts = np.isfinite(first).sum(axis=1)
     moved = np.stack([0.5 * np.nansum(np.abs(matrix - first), axis=1) / num_experts for _, matrix in alike], axis=1)
@@ -218,14 +219,14 @@ def _load_matrix(load: Sequence[Sequence[float]]) -> np.ndarray:
     return matrix
 
 
-def _load_picture(step: int, matrix: np.ndarray) -> Picture:
+def _load_picture(step: int, matrix: np.ndarray, *, top: float) -> Picture:
     layer, expert = np.unravel_index(int(np.nanargmax(matrix)), matrix.shape)
     dead = int((matrix == 0).sum())
     note = (
         f"Busiest: expert {expert} of layer {layer}, {matrix[layer, expert]:.2f} times an even share. Unused: {dead}."
     )
     alt = f"Load of {matrix.shape[1]} experts in {matrix.shape[0]} layers at step {step}. {note}"
-    svg = heat_map(matrix, x_label="expert", y_label="layer", alt=alt, centre=1.0)
+    svg = heat_map(matrix, x_label="expert", y_label="layer", alt=alt, even=1.0, top=top)
     return Picture(f"Load by layer and expert, step {step}", note, svg, [])
 
 

@@ -91,8 +91,12 @@ def test_every_plot_that_a_person_wants_is_there(page: tuple[str, _Page]) -> Non
         "Held-out accuracy by set",
         "Response length",
         "Entropy",
+        "Loss",
+        "Groups without a signal",
+        "Failures",
         "Clip fraction",
         "KL",
+        "Probability ratio",
         "Gradient norm",
         "Learning rate",
         "KL estimate k3",
@@ -138,6 +142,14 @@ def test_charts_have_words_and_the_colours_of_the_page(page: tuple[str, _Page]) 
     assert "#00fe" not in text
     assert text.count("stroke: var(--c0)") >= 20
     assert "prefers-color-scheme: dark" in text
+
+
+def test_values_that_are_all_but_equal_are_a_level_line(page: tuple[str, _Page]) -> None:
+    text, _ = page
+    ratio = text[text.index("<h3>Probability ratio</h3>") :]
+    ticks = re.findall(r"<text[^>]*>([^<]*)</text>", ratio[: ratio.index("</svg>")])
+    assert "1.00" in ticks
+    assert not any("e" in tick for tick in ticks if tick != "step")
 
 
 def test_text_of_the_run_is_escaped(page: tuple[str, _Page]) -> None:
