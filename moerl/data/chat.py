@@ -63,8 +63,8 @@ class ChatTokenizer:
         """Token ids [s] int32 of the prompt, up to where the answer starts.
 
         `chat`: through the template, with the generation prompt; a string is one user message. `plain`: the text as
-        it is, with
-        the start token where the tokenizer adds one. `auto`: chat for `messages` rows and where there is a template.
+        it is, with the start token where the tokenizer adds one. `auto`: chat for `messages` rows and where there is
+        a template.
 
         Raises:
             ConfigError: an unknown format.

@@ -24,14 +24,11 @@ def plan_packing(
     """Plan a step. Every sample is trained on once per epoch; none is dropped, none is split.
 
     Groups stay whole inside a minibatch and are dealt out anew, shuffled, in every epoch; groups with a live token
-    and groups
-    without are dealt apart, so minibatches hold (nearly) equal numbers of both. Each rank of a minibatch gets the
-    same number
-    of micro-batches, as few as the budget allows, with nearly equal tokens side by side.
+    and groups without are dealt apart, so minibatches hold (nearly) equal numbers of both. Each rank of a minibatch
+    gets the same number of micro-batches, as few as the budget allows, with nearly equal tokens side by side.
 
-    There are fewer than `num_minibatches` minibatches where the step is too small: never more than groups with a
-    live token,
-    and in each minibatch at least one sample for every rank.
+    There are fewer than `num_minibatches` minibatches where the step is too small: never more than groups with a live
+    token, and in each minibatch at least one sample for every rank.
 
     Args:
         lengths: [n] tokens of each sample, prompt included; the sample's id is its index.
@@ -46,7 +43,7 @@ def plan_packing(
     Raises:
         DataError: a sample above the budget, or a minibatch that cannot be shared out evenly.
     """
-    if not lengths:
+    if len(lengths) == 0:
         raise DataError("a step without samples cannot be packed; look at the filters and at reward errors")
     for sample, length in enumerate(lengths):
         if length > max_tokens_per_microbatch:

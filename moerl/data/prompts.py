@@ -132,8 +132,8 @@ class PromptMixture:
     """Draws from several sets by weight; a `PromptSource`.
 
     Each set runs through whole epochs, in an order that depends only on (seed, set, epoch). The next set is the one
-    that is
-    furthest behind its share, so shares hold at every moment and the order has no state beside how many were taken.
+    that is furthest behind its share, so shares hold at every moment and the order has no state beside how many were
+    taken.
     """
 
     def __init__(self, sets: Sequence[PromptSet], *, seed: int, shuffle: bool = True) -> None:

@@ -1,8 +1,7 @@
 """What an answer is worth: one file per verifier, a sandboxed process pool, and the scorer that adds them up.
 
 A verifier is a class `Reward(config, pool)` (see `base.py`) registered here by name. What it does to a model's text
-beyond string
-comparison it does in `judges/`, which run inside the pool.
+beyond string comparison it does in `judges/`, which run inside the pool.
 """
 
 from __future__ import annotations

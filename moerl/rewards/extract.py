@@ -7,6 +7,10 @@ EXTRACTS = ("boxed", "last_line", "answer_tag", "all")
 `<answer>...</answer>`; `all`: the whole text."""
 
 
+_BOXES = ("\\boxed", "\\fbox")
+_MAX_NAME = 10
+
+
 def extract_answer(text: str, how: str) -> str | None:
     """The answer, stripped; None where the text has none."""
     if how == "boxed":
@@ -22,33 +26,20 @@ def extract_answer(text: str, how: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Contents of the last whole `\boxed{...}` or `\fbox{...}` (braces balanced, escaped ones passed over); None
-    without one.
-    """
-    end = len(text)
-    while (start := max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))) >= 0:
-        opening = text.find("{", start)
-        name = text[start:opening] if opening >= 0 else ""
-        if name.strip() in ("\\boxed", "\\fbox"):
-            inside = _balanced(text, opening)
-            if inside is not None:
-                return inside.strip()
-        end = start
-    return None
-
-
-def _balanced(text: str, opening: int) -> str | None:
-    depth = 0
-    position = opening
+    r"""Contents of the last whole `\boxed{...}` or `\fbox{...}`, or None; in one pass, escaped braces passed over."""
+    found: tuple[int, int] | None = None
+    openings: list[int] = []
+    position = min((at for at in (text.find(name) for name in _BOXES) if at >= 0), default=len(text))
     while position < len(text):
         char = text[position]
-        if char == "\\":
+        if char == "\\" and text[position + 1 : position + 2] in ("{", "}", "\\"):
             position += 1
         elif char == "{":
-            depth += 1
-        elif char == "}":
-            depth -= 1
-            if depth == 0:
-                return text[opening + 1 : position]
+            openings.append(position)
+        elif char == "}" and openings:
+            opening = openings.pop()
+            is_box = text[max(0, opening - _MAX_NAME) : opening].rstrip().endswith(_BOXES)
+            if is_box and (found is None or opening > found[0]):
+                found = (opening, position)
         position += 1
-    return None
+    return None if found is None else text[found[0] + 1 : found[1]].strip()

@@ -1,8 +1,7 @@
 r"""1 where the extracted answer is mathematically equal to the gold answer (PyPI `math-verify`), inside the pool.
 
-Answers that equal the gold answer as strings or as plain numbers are decided here by comparison; everything else
-goes to
-`judges/math.py`, which states the rules (several parts, per cent, words, what is never trusted).
+Answers that equal the gold answer as strings or as plain numbers are decided here by comparison; everything else goes
+to `judges/math.py`, which states the rules (several parts, per cent, words, what is never trusted).
 """
 
 from __future__ import annotations

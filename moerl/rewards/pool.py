@@ -47,17 +47,18 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    request: dict[str, Any]
+    function: str
+    timeout_seconds: float
+    frame: bytes
     future: Future[Verdict]
 
 
 class SandboxPool:
     """Runs `module:function` on JSON arguments in processes of its own. Safe to use from any thread and any event loop.
 
-    Every task runs in a fresh fork of a worker that has the function imported, with an empty environment, in an
-    empty folder,
-    and is killed at its deadline. The deadline counts from when a worker starts the task, never the wait in the queue.
-    Workers start on first use; they end with `close()`, or with this process.
+    Every task runs in a fresh fork of a worker that has the function imported, with an environment of its own, in a
+    folder of its own, and is killed at its deadline. The deadline counts from when a worker starts the task, never
+    the wait in the queue. Workers start on first use; they end with `close()`, or with this process.
     """
 
     def __init__(self, num_workers: int, timeout_seconds: float, memory_bytes: int) -> None:
@@ -83,11 +84,14 @@ class SandboxPool:
         """
         future: Future[Verdict] = Future()
         timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        request = {"function": function, "kwargs": kwargs, "timeout_seconds": timeout}
+        try:
+            frame = worker.encode_frame({"function": function, "kwargs": kwargs, "timeout_seconds": timeout})
+        except (TypeError, ValueError) as error:
+            raise RewardError(f"verifier {function}: its arguments must be JSON values ({error})") from error
         with self._lock:
             if self._is_closed:
                 raise RewardError("the verifier pool is closed; build a new scorer")
-            self._tasks.put(_Task(request, future))
+            self._tasks.put(_Task(function, timeout, frame, future))
             if len(self._threads) < self._num_workers:
                 thread = threading.Thread(target=self._serve, name=f"verifier-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
@@ -109,17 +113,17 @@ class SandboxPool:
             thread.join()
 
     def _serve(self) -> None:
-        """One thread for the whole life of one worker slot: the worker is killed when the thread that started it
-        ends.
-        """
+        """One thread for the whole life of one worker slot: a worker is killed when the thread that started it ends."""
         process: _WorkerProcess | None = None
         while (task := self._tasks.get()) is not None:
             if not task.future.set_running_or_notify_cancel():
                 continue
             try:
-                if process is None or not process.is_alive():
-                    process = _WorkerProcess(self._memory_bytes)
-                task.future.set_result(process.ask(task.request))
+                if process is not None and not process.is_alive():
+                    process.stop()
+                    process = None
+                process = process or _WorkerProcess(self._memory_bytes)
+                task.future.set_result(process.ask(task))
             except RewardError as error:
                 task.future.set_exception(error)
         if process is not None:
@@ -130,12 +134,14 @@ class _WorkerProcess:
     """One `worker.py`."""
 
     def __init__(self, memory_bytes: int) -> None:
+        self._known: set[str] = set()
         self._folder = tempfile.TemporaryDirectory(prefix="moerl-verifier-")
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by stop()
         child_in, self._to_child = os.pipe()
         self._from_child, child_out = os.pipe()
         command = [sys.executable, "-I", "-B", "-X", "utf8", str(Path(worker.__file__)), str(child_in), str(child_out)]
         single_threaded = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        home = self._folder.name  # some libraries insist on a folder for their caches
         try:
             self._process = subprocess.Popen(
                 command,
@@ -143,7 +149,7 @@ class _WorkerProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 cwd=self._folder.name,
-                env={"LANG": "C.UTF-8", **single_threaded},
+                env={"LANG": "C.UTF-8", "HOME": home, "TMPDIR": home, **single_threaded},
                 pass_fds=(child_in, child_out),
                 start_new_session=True,
             )
@@ -153,7 +159,7 @@ class _WorkerProcess:
             os.close(child_in)
             os.close(child_out)
         paths = [str(Path(p or ".").absolute()) for p in sys.path]  # the worker runs in another folder
-        hello = self._exchange({"path": paths, "memory_bytes": memory_bytes}, START_SECONDS)
+        hello = self._exchange(worker.encode_frame({"path": paths, "memory_bytes": memory_bytes}), START_SECONDS)
         if hello is None:
             text = self._last_words()
             self.stop()
@@ -166,18 +172,18 @@ class _WorkerProcess:
         """Whether it can be asked."""
         return self._process.poll() is None
 
-    def ask(self, request: dict[str, Any]) -> Verdict:
+    def ask(self, task: _Task) -> Verdict:
         """One task. The worker keeps the deadline; only one that does not answer at all is killed from here."""
-        limit = request["timeout_seconds"] + GRACE_SECONDS + START_SECONDS
         start = time.monotonic()
-        reply = self._exchange(request, limit)
-        seconds = time.monotonic() - start
+        first_use = 0.0 if task.function in self._known else START_SECONDS
+        reply = self._exchange(task.frame, task.timeout_seconds + GRACE_SECONDS + first_use)
         if reply is None:
             text = self._last_words()
             self.stop()
-            return Verdict(None, "crash", f"the verifier process was lost: {text}", seconds)
+            return Verdict(None, "crash", f"the verifier process was lost: {text}", time.monotonic() - start)
         if reply.get("error") == "broken":
-            raise RewardError(f"verifier {request['function']} cannot be imported: {reply['text'].strip()}")
+            raise RewardError(f"verifier {task.function} cannot be imported: {reply['text'].strip()}")
+        self._known.add(task.function)
         return Verdict(reply.get("value"), reply.get("error", ""), reply.get("text", ""), reply["seconds"])
 
     def stop(self) -> None:
@@ -194,10 +200,10 @@ class _WorkerProcess:
         self._stderr.close()
         self._folder.cleanup()
 
-    def _exchange(self, value: dict[str, Any], limit_seconds: float) -> dict[str, Any] | None:
+    def _exchange(self, frame: bytes, limit_seconds: float) -> dict[str, Any] | None:
         """The reply, or None where the process is gone or silent."""
         try:
-            worker.write_frame(self._to_child, value)
+            worker.write_frame(self._to_child, frame)
             if not select.select([self._from_child], [], [], limit_seconds)[0]:
                 self._process.kill()
                 return None

@@ -2,20 +2,15 @@
 
 | layer | where | what it guarantees |
 |---|---|---|
-| limits | POSIX | address space, CPU seconds, 64 open files, no file data written, no core dump; not root: no
-process or thread |
+| limits | POSIX | memory, CPU seconds, 64 open files, no file data, no core dump; unless root: no process |
 | namespaces | Linux, where allowed | a network without any device, and no capability of the caller |
-| landlock | Linux 5.13+ | files can be read only below the interpreter, `sys.path` and the system's libraries; none
-can be written |
-| seccomp | Linux, x86-64 and arm64 | no socket, no process, no program, no signal, nothing created, changed, renamed
-or removed |
+| landlock | Linux 5.13+ | reads only below the interpreter, `sys.path` and the system's libraries; no writes outside |
+| seccomp | Linux, x86-64, arm64 | no socket, process, program or signal; nothing created, renamed, changed, removed |
 | audit | Python | the same as seccomp as far as Python code goes; native code could pass it by |
 
 Each layer stands alone. With seccomp the others are a second wall; without it (another system) `audit` and `limits`
-remain, which
-stop what model answers try in practice and are no proof against an attacker. Inside its walls a judge that evaluates
-the text can
-still lie about its own verdict: no sandbox can prevent that.
+remain, which stop what model answers try in practice and are no proof against an attacker. Inside its walls a judge
+that evaluates the text can still lie about its own verdict: no sandbox can prevent that.
 """
 
 from __future__ import annotations
@@ -33,6 +28,7 @@ from typing import Any
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SIGKILL = 9
+_LANDLOCK_EXECUTE = 1
 _CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_THREAD = 0x10000000, 0x40000000, 0x00010000
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -175,6 +171,7 @@ def _restrict_files() -> bool:
         return False
     for folder in readable_folders():
         _grant(ruleset, folder, read_file | (read_folder if Path(folder).is_dir() else 0))
+    _grant(ruleset, ".", handled & ~_LANDLOCK_EXECUTE)  # the worker's own folder: caches of libraries it imports
     held = _LIBC.syscall(446, ruleset, 0) == 0
     os.close(ruleset)
     return held

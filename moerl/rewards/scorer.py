@@ -45,9 +45,8 @@ class RewardScorer:
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         """With `reward_components` (raw values) and `reward` (weighted sum), or with status `error`.
 
-        A trajectory that is not `ok` comes back as it is. Where one component has no verdict the trajectory has
-        none: reward NaN,
-        the components so far, and `error` says which verifier failed and how.
+        A trajectory that is not `ok` comes back as it is. Where one component has no verdict the trajectory has none:
+        reward NaN, the components so far, and `error` says which verifier failed and how.
         """
         if trajectory.status != "ok":
             return trajectory

@@ -1,10 +1,8 @@
 """Main program of a verifier process: `python -I worker.py <in fd> <out fd>`. Standard library only; run by `pool.py`.
 
 The worker itself never looks at a model's text. It imports the judges once, then forks one child per task, so that
-nothing a task
-does to its process outlives it and a task that must be killed costs a fork, not an import of sympy. Frames are a
-length (4
-bytes, big-endian) and JSON; nothing is unpickled.
+nothing a task does to its process outlives it and a task that must be killed costs a fork, not an import of sympy.
+Frames are a length (4 bytes, big-endian) and JSON; nothing is unpickled.
 
     in   {"path": [...], "memory_bytes": n}                              first frame
     out  {"layers": [...]}
@@ -40,12 +38,16 @@ def read_frame(fd: int) -> Any:
     return json.loads(_read_exactly(fd, size))
 
 
-def write_frame(fd: int, value: Any) -> None:
-    """Send one frame."""
+def encode_frame(value: Any) -> bytes:
+    """The bytes of one frame; raises TypeError or ValueError where the value is no JSON."""
     data = json.dumps(value).encode()
-    data = len(data).to_bytes(4, "big") + data
-    while data:
-        data = data[os.write(fd, data) :]
+    return len(data).to_bytes(4, "big") + data
+
+
+def write_frame(fd: int, frame: bytes) -> None:
+    """Send one frame."""
+    while frame:
+        frame = frame[os.write(fd, frame) :]
 
 
 def _read_exactly(fd: int, size: int) -> bytes:
@@ -72,13 +74,13 @@ def main(inbox: int, outbox: int) -> None:
     trial = run({"function": PROBE, "kwargs": {}, "timeout_seconds": 60.0})
     if "value" not in trial:
         sys.exit(f"a trial task failed: {trial['error']}: {trial['text']}")
-    write_frame(outbox, {"layers": layers + trial["value"]})
+    write_frame(outbox, encode_frame({"layers": layers + trial["value"]}))
     while True:
         try:
             request = read_frame(inbox)
         except EOFError:
             return
-        write_frame(outbox, run(request))
+        write_frame(outbox, encode_frame(run(request)))
 
 
 class TaskRunner:
@@ -118,7 +120,7 @@ class TaskRunner:
             os.setsid()
             for fd in self._inherited:
                 os.close(fd)
-            write_frame(outbox, self._call_walled(function, kwargs, timeout))
+            write_frame(outbox, encode_frame(self._call_walled(function, kwargs, timeout)))
             status = 0
         finally:
             os._exit(status)

@@ -1,8 +1,7 @@
 """Prompts from a file: `.jsonl`, `.jsonl.gz` or `.parquet`, one task a row.
 
 A row holds `prompt` (text) or `messages` (a list of `{role, content}`), and `answer`, or for supervised training
-`completion`;
-every other column is kept as metadata.
+`completion`; every other column is kept as metadata.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class ReasoningGymConfig:
 def generate_tasks(config: ReasoningGymConfig) -> list[Row]:
     """`size` tasks of one generator; the same for the same seed.
 
-    `metadata["entry"]` is the generator's own entry; `metadata["task"]` and `metadata["config"]` say how to build its scorer.
+    `metadata["entry"]` is the generator's own entry; `metadata["task"]` and `metadata["config"]` rebuild its scorer.
 
     Raises:
         ConfigError: the package is missing, the task is unknown (with the nearest names), or its settings are wrong.

@@ -1,0 +1,263 @@
+"""The sandboxed pool: deadlines, recovery, and what hostile answers can do."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from moerl.errors import RewardError
+from moerl.rewards.pool import SandboxPool
+
+JUDGE = """
+import ctypes, os, time
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+NAMES = "fork system socket open creat mkdir unlink rename truncate chmod kill ptrace".split()
+CALLS = {name: getattr(LIBC, name) for name in NAMES}
+
+def warm_up():
+    global WARM
+    WARM = os.getpid()
+
+def add(a, b):
+    return a + b
+
+def nap(seconds):
+    time.sleep(seconds)
+    return seconds
+
+def evaluate(text):
+    return eval(text)
+
+def libc(name, arguments):
+    values = [a.encode() if isinstance(a, str) else a for a in arguments]
+    return [CALLS[name](*values), ctypes.get_errno()]
+
+def scribble():
+    for fd in range(30):
+        try:
+            os.write(fd, b"????????")
+        except OSError:
+            pass
+
+seen = []
+
+def remember(item):
+    seen.append(item)
+    return list(seen)
+
+def is_fork_of_warm_process():
+    return WARM == os.getppid()
+"""
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("judges")
+    (folder / "hostile_judge.py").write_text(JUDGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield "hostile_judge"
+
+
+@pytest.fixture(scope="module")
+def pool(judges):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("API_SECRET", "hunter2")
+        pool = SandboxPool(num_workers=1, timeout_seconds=1.0, memory_bytes=1_000_000_000)
+        yield pool
+    pool.close()
+
+
+def evaluate(pool, text):
+    return pool.submit("hostile_judge:evaluate", {"text": text}).result(timeout=30)
+
+
+def test_value_comes_back_from_a_fork_of_a_warmed_process(pool):
+    assert pool.submit("hostile_judge:add", {"a": [1], "b": ["x"]}).result().value == [1, "x"]
+    assert pool.submit("hostile_judge:is_fork_of_warm_process", {}).result().value is True
+
+
+def test_state_of_a_task_does_not_outlive_it(pool):
+    assert [pool.submit("hostile_judge:remember", {"item": i}).result().value for i in (1, 2)] == [[1], [2]]
+
+
+def test_deadline_does_not_count_the_wait_in_the_queue(pool):
+    """BUGS 37: 200 verdicts of 10 ms, one worker, a limit below their sum."""
+    naps = [{"seconds": 0.01}] * 200
+    futures = [pool.submit("hostile_judge:nap", nap, timeout_seconds=1.9) for nap in naps]
+    verdicts = [future.result(timeout=60) for future in futures]
+    assert [v.error for v in verdicts if v.error] == []
+    assert [v.value for v in verdicts] == [0.01] * 200
+    assert sum(v.seconds for v in verdicts) > 1.9
+
+
+@pytest.mark.parametrize("text", ["10**10**8", "[0 for _ in iter(int, 1)]", "__import__('time').sleep(60)"])
+def test_what_does_not_end_is_killed_at_the_deadline(pool, text):
+    start = time.monotonic()
+    verdict = evaluate(pool, text)
+    assert (verdict.value, verdict.error) == (None, "timeout")
+    assert "1 s" in verdict.text
+    assert 0.9 < time.monotonic() - start < 5.0
+    assert evaluate(pool, "1 + 1").value == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        ("[0] * 10**10", "exception", "MemoryError"),
+        ("__import__('sys').exit(0)", "exception", "SystemExit"),
+        ("__import__('os')._exit(0)", "crash", "exit status 0"),
+        ("__import__('os').abort()", "crash", "killed by"),
+        ("(lambda f: f(f))(lambda f: f(f))", "exception", "RecursionError"),
+        ("1 / 0", "exception", "ZeroDivisionError"),
+        ("'x' * 10**7", "crash", "longer than"),
+        ("object()", "exception", "JSON"),
+    ],
+)
+def test_failures_are_named_and_the_pool_goes_on(pool, text, error, said):
+    verdict = evaluate(pool, text)
+    assert (verdict.value, verdict.error) == (None, error)
+    assert said in verdict.text
+    assert evaluate(pool, "1 + 1").value == 2
+
+
+def test_noise_on_the_pipes_is_no_verdict(pool):
+    assert pool.submit("hostile_judge:scribble", {}).result().error == "crash"
+    assert evaluate(pool, "1 + 1").value == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('true')",
+        "__import__('subprocess').run(['true'])",
+        "__import__('os').fork()",
+        "__import__('os').execv('/bin/true', ['true'])",
+        "__import__('os').kill(1, 9)",
+        "__import__('os').mkdir('inside')",
+        "__import__('os').remove('/etc/hostname')",
+        "__import__('ctypes').CDLL('libc.so.6')",
+        "open('/etc/passwd').read()",
+        "open(f'/proc/{__import__(chr(111) + chr(115)).getppid()}/environ').read()",
+        "__import__('socket').create_connection(('127.0.0.1', 9))",
+    ],
+)
+def test_reaching_out_is_refused(pool, text):
+    verdict = evaluate(pool, text)
+    assert verdict.error == "exception"
+    assert "PermissionError" in verdict.text
+
+
+def test_fork_bomb_leaves_nothing_behind(pool):
+    verdict = evaluate(pool, "[__import__('os').fork() for _ in range(20)]")
+    assert verdict.error == "exception"
+    assert evaluate(pool, "1 + 1").value == 2
+
+
+def test_connection_does_not_arrive(pool):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.settimeout(0.3)
+        verdict = evaluate(pool, f"__import__('_socket').socket().connect(('127.0.0.1', {listener.getsockname()[1]}))")
+        assert verdict.error == "exception"
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+def test_file_is_not_written(pool, tmp_path):
+    target = tmp_path / "stolen"
+    for text in (f"open({str(target)!r}, 'w').write('x')", f"__import__('os').open({str(target)!r}, 0o101)"):
+        assert evaluate(pool, text).error == "exception"
+    assert not target.exists()
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"), reason="no seccomp program"
+)
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("fork", []),
+        ("system", ["touch {target}"]),
+        ("socket", [2, 1, 0]),
+        ("open", ["{target}", os.O_CREAT | os.O_WRONLY, 0o600]),
+        ("creat", ["{target}", 0o600]),
+        ("mkdir", ["{target}", 0o700]),
+        ("unlink", ["{victim}"]),
+        ("rename", ["{victim}", "{target}"]),
+        ("truncate", ["{victim}", 0]),
+        ("chmod", ["{victim}", 0]),
+        ("kill", [1, 0]),
+        ("ptrace", [0, 0, 0, 0]),
+    ],
+)
+def test_kernel_refuses_what_python_does_not_see(pool, tmp_path, name, arguments):
+    """Straight into libc, past the audit hook, which is only the second wall."""
+    victim, target = tmp_path / "victim", tmp_path / "target"
+    victim.write_text("kept")
+    filled = [a.format(victim=victim, target=target) if isinstance(a, str) else a for a in arguments]
+    result, number = pool.submit("hostile_judge:libc", {"name": name, "arguments": filled}).result().value
+    assert result != 0
+    assert number in (errno.EPERM, errno.EACCES)
+    assert victim.read_text() == "kept"
+    assert not target.exists()
+
+
+def test_secrets_of_the_environment_are_not_there(pool):
+    assert os.environ["API_SECRET"] == "hunter2"
+    value = evaluate(pool, "dict(__import__('os').environ)").value
+    assert set(value) == {"LANG", "HOME", "TMPDIR", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
+    assert value["HOME"] == evaluate(pool, "__import__('os').getcwd()").value
+
+
+def test_usable_from_threads_and_event_loops(pool):
+    found = []
+
+    async def ask(n):
+        return (await pool.run("hostile_judge:add", {"a": n, "b": 1})).value
+
+    async def many():
+        return await asyncio.gather(*(ask(n) for n in range(20)))
+
+    threads = [threading.Thread(target=lambda: found.append(asyncio.run(many()))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found == [list(range(1, 21))] * 3
+
+
+def test_lost_worker_is_replaced(judges):
+    pool = SandboxPool(1, 1.0, 1_000_000_000)
+    worker = pool.submit("hostile_judge:evaluate", {"text": "__import__('os').getppid()"}).result().value
+    os.kill(worker, 9)
+    time.sleep(0.2)
+    replacement = pool.submit("hostile_judge:evaluate", {"text": "__import__('os').getppid()"}).result().value
+    assert replacement != worker
+    pool.close()
+    pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(replacement, 0)
+    with pytest.raises(RewardError, match="closed"):
+        pool.submit("hostile_judge:add", {"a": 1, "b": 1})
+
+
+def test_verifier_that_cannot_run_is_an_error_of_its_own(pool):
+    with pytest.raises(RewardError, match="no_such_judge"):
+        pool.submit("no_such_judge:f", {}).result()
+    with pytest.raises(RewardError, match="hostile_judge:nope"):
+        pool.submit("hostile_judge:nope", {}).result()
+    with pytest.raises(RewardError, match="JSON values"):
+        pool.submit("hostile_judge:add", {"a": object(), "b": 1})
+    with pytest.raises(RewardError, match=r"reward.num_workers=0"):
+        SandboxPool(0, 1.0, 2**30)
