@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from moerl.errors import ConfigError
 
@@ -213,6 +214,9 @@ def _patch_torch_cuda() -> None:
 
 
 def _patch_tensors() -> None:
+    # `with torch.device(...)` looks factories up in a table of torch's functions that is made on first use: it must hold
+    # the originals, or the context would no longer reach them (transformers loads models that way).
+    _device_constructors()
     for name in _FACTORIES:
         _replace(torch, name, _on_cpu(getattr(torch, name)))
     tensor = torch.Tensor
@@ -331,9 +335,7 @@ def install() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     _patch_torch_cuda()
     _patch_tensors()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _patch_megatron()
+    _patch_megatron()
     _installed = True
 
 
@@ -343,7 +345,8 @@ def open_gate() -> None:
     if _opened:
         return
     check_megatron()
-    # One-time notices ("GPTModel IS DEPRECATED", absent TE and apex) that a reader of moerl's log can do nothing about.
+    # Notices ("GPTModel IS DEPRECATED", absent TE and apex) that a reader of moerl's log can do nothing about.
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     install()
     _opened = True

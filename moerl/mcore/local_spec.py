@@ -42,7 +42,7 @@ class PackedLayout(PackedSeqParams):
     num_seqs: int = 0
 
 
-def packed_layout(batch: MicroBatch) -> PackedLayout:
+def packed_layout(batch: MicroBatch, *, use_te: bool) -> PackedLayout:
     """The layout of one micro-batch; made once per forward and shared by every layer."""
     lengths = batch.cu_seqlens.diff().long()
     count, longest = batch.num_seqs, int(lengths.max())
@@ -52,10 +52,15 @@ def packed_layout(batch: MicroBatch) -> PackedLayout:
         starts = batch.cu_seqlens[:-1].long()
         spread = torch.where(place < lengths[:, None], starts[:, None] + place, 0).flatten()
         collect = batch.seq_ids * longest + batch.position_ids
+    # Megatron's rotation cuts the pack where these bounds say; `PackedRotaryEmbedding` gives every row its own angle,
+    # so one cut is enough (TransformerEngine's fused rotation has no such angles and needs the true bounds).
+    whole = None if use_te else batch.cu_seqlens.new_tensor([0, batch.num_tokens])
     return PackedLayout(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
+        cu_seqlens_q_padded=whole,
+        cu_seqlens_kv_padded=whole,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         position_ids=batch.position_ids,

@@ -241,7 +241,7 @@ def score_tokens(module: torch.nn.Module, batch: MicroBatch) -> Tensor:
         batch.token_ids[None],
         batch.position_ids[None],
         None,
-        packed_seq_params=packed_layout(batch),
+        packed_seq_params=packed_layout(batch, use_te=uses_transformer_engine()),
         output_processor=unwrap(module).score_hidden,
         output_processor_context=batch,
     )

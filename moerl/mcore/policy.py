@@ -268,7 +268,7 @@ class MegatronPolicy:
         if any(result.observed is None for result in results):
             return {}
         now = [moe_stats.live_stats(b, _seen(r)) for b, r in zip(minibatch, results, strict=True)]
-        if self._old_routing:
+        if all(sample in self._old_routing for batch in minibatch for sample in batch.sample_ids):
             before = [moe_stats.live_stats(batch, self._old_observation(batch)) for batch in minibatch]
             return moe_stats.update_pair_metrics(before, now)
         return {**self._pair_metrics(minibatch, results), **moe_stats.update_pair_metrics(now, now)}

@@ -102,13 +102,16 @@ class _LinearLogprob(torch.autograd.Function):
         for rows in _row_slices(count, job.chunk):
             logits, _ = job.logits(hidden, weight, rows)
             largest = job.shard.max_(logits.amax(-1))
-            owned, column = job.own(rows, logits.shape[1])
-            target = logits.gather(-1, column[:, None])[:, 0].masked_fill_(~owned, 0.0)
-            weights = (logits - largest[:, None]).exp_()
-            sums = job.shard.sum_(torch.stack([weights.sum(-1), (weights * logits).sum(-1), target]))
-            log_norm[rows] = largest + sums[0].log()
-            logprobs[rows] = sums[2] - log_norm[rows]
-            entropy[rows] = log_norm[rows] - sums[1] / sums[0]
+            # Relative to the largest logit: small entropies would drown in the rounding of a large normaliser.
+            shifted = logits.sub_(largest[:, None])
+            owned, column = job.own(rows, shifted.shape[1])
+            target = shifted.gather(-1, column[:, None])[:, 0].masked_fill_(~owned, 0.0)
+            weights = shifted.exp()
+            sums = job.shard.sum_(torch.stack([weights.sum(-1), (weights * shifted).sum(-1), target]))
+            log_sum = sums[0].log()
+            log_norm[rows] = largest + log_sum
+            logprobs[rows] = sums[2] - log_sum
+            entropy[rows] = log_sum - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, log_norm, entropy)
         ctx.job = job
         ctx.set_materialize_grads(False)

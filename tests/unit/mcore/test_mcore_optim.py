@@ -1,0 +1,108 @@
+"""The learning-rate schedule, and the CPU backend's own promises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moerl.config.schema import OptimSection, ParallelSection
+from moerl.errors import ConfigError
+
+
+def schedule(**fields):
+    from moerl.mcore.optim import Schedule
+
+    return Schedule.of(OptimSection(lr=1.0, **fields), 10)
+
+
+def test_warmup_reaches_the_rate_at_its_last_step():
+    rates = [schedule(warmup_steps=4).at(step) for step in range(6)]
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear_and_cosine_decay():
+    linear = schedule(schedule="linear", constant_steps=2, decay_steps=6, min_lr_fraction=0.2)
+    assert [round(linear.at(s), 6) for s in range(8)] == [1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    cosine = schedule(schedule="cosine")
+    assert cosine.at(0) == 1.0
+    assert cosine.at(5) == pytest.approx(0.5)
+    assert cosine.at(10) == cosine.at(99) == 0.0
+
+
+def test_parallel_sizes_must_fit_the_processes():
+    from moerl.mcore.parallel import initialize_parallel
+
+    with pytest.raises(ConfigError, match=r"tensor x pipeline x context = 2 does not divide the 1 processes"):
+        initialize_parallel(ParallelSection(tensor=2), 0)
+    with pytest.raises(ConfigError, match=r"expert_tensor x expert x pipeline = 4"):
+        initialize_parallel(ParallelSection(expert=4), 0)
+    with pytest.raises(ConfigError, match=r"parallel\.expert is 0"):
+        initialize_parallel(ParallelSection(expert=0), 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the backend is a no-op with CUDA")
+def test_backend_maps_cuda_to_the_cpu_and_leaves_the_rest():
+    import moerl.mcore  # noqa: F401
+
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.zeros(2).to("cuda").device.type == "cpu"
+    with torch.device("meta"):
+        assert torch.empty(3).is_meta
+        assert torch.arange(3).is_meta
+    assert torch.zeros(2, dtype=torch.float64).to(torch.float32).dtype is torch.float32
+    torch.manual_seed(7)
+    first = torch.rand(4)
+    state = torch.cuda.get_rng_state()
+    second = torch.rand(4)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(4), second)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(4), first)
+
+
+PROBE = """
+import importlib.util, sys
+import torch
+import moerl
+from moerl.errors import ConfigError
+
+spec = importlib.util.spec_from_file_location("backend", moerl.__path__[0] + "/mcore/cpu_backend.py")
+backend = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(backend)
+for folder in sys.argv[1:]:
+    sys.path.insert(0, folder)
+    try:
+        backend.check_megatron()
+    except ConfigError as error:
+        print(error)
+    sys.path.pop(0)
+    sys.path_importer_cache.clear()
+del torch.cuda.Event
+try:
+    backend.install()
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the backend is a no-op with CUDA")
+def test_broken_installations_are_explained(tmp_path):
+    """A foreign apex, a TransformerEngine that does not import, another megatron-core, a torch without a replaced
+    name.
+    """
+    apex, engine, other = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    (apex / "apex").mkdir(parents=True)
+    (apex / "apex" / "__init__.py").write_text("")
+    (engine / "transformer_engine").mkdir(parents=True)
+    (engine / "transformer_engine" / "__init__.py").write_text("raise ImportError('libcublas.so.99: no such file')")
+    (other / "megatron_core-0.12.0.dist-info").mkdir(parents=True)
+    (other / "megatron_core-0.12.0.dist-info" / "METADATA").write_text("Name: megatron-core\nVersion: 0.12.0\n")
+    command = [sys.executable, "-c", PROBE, str(apex), str(engine), str(other)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[0].startswith("the importable 'apex' is not NVIDIA's")
+    assert lines[1].startswith("transformer_engine is installed but does not import (libcublas.so.99")
+    assert lines[2].startswith("megatron-core is 0.12.0, but 0.19.2 is needed")
+    assert "torch.cuda.Event does not exist in torch" in lines[3]
