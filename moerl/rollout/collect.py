@@ -99,7 +99,7 @@ class Collector:
         return self._runner.run(coroutine)
 
     def close(self) -> None:
-        """Close the event loop."""
+        """Cancel what still runs and close the event loop."""
         self._runner.close()
 
     async def _play_all(self, jobs: list[tuple[Prompt, int]], step: int, params: SamplingParams) -> list[Trajectory]:

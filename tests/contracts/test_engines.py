@@ -135,6 +135,22 @@ def test_the_same_weights_sent_again_give_the_same_answers(engine):
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
+def test_an_update_that_was_given_up_is_dropped_by_resume_and_can_be_sent_again(engine):
+    async def main():
+        before = await ask(engine, 1)
+        for bucket in update(3, scale=3.0)[:2]:
+            await engine.update_weights(bucket)
+        await engine.resume()
+        given_up = await ask(engine, 1)
+        for bucket in update(3):
+            await engine.update_weights(bucket)
+        return before, given_up, await ask(engine, 1)
+
+    before, given_up, after = asyncio.run(main())
+    assert [c.policy_version for c in (before, given_up, after)] == [2, 2, 3]
+    np.testing.assert_array_equal(before.logprobs, after.logprobs)
+
+
 def test_requests_survive_pause_and_resume_and_cancelled_neighbours(engine):
     async def main():
         expected = await ask_all(engine)

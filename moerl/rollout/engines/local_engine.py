@@ -87,7 +87,8 @@ class LocalEngine:
             await asyncio.wait([asyncio.wrap_future(self._running)])
 
     async def resume(self) -> None:
-        """Start batches again, with what has waited."""
+        """Start batches again, with what has waited; an update whose last bucket has not come is dropped."""
+        self._forget_update()
         self._paused = False
         self._start_drain()
 
