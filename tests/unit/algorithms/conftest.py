@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,9 +46,16 @@ def resolved(value: Any) -> Any:
     return BUDGET if value == "${rollout.max_new_tokens}" else value
 
 
-def section(values: Mapping[str, Any]) -> AlgorithmSection:
-    merged = OmegaConf.merge(OmegaConf.structured(AlgorithmSection), resolved(values))
-    return OmegaConf.to_object(merged)  # pyright: ignore[reportReturnType]
+@functools.cache
+def _built(values: str) -> tuple[AlgorithmSection, Objective]:
+    merged = OmegaConf.merge(OmegaConf.structured(AlgorithmSection), json.loads(values))
+    cfg = OmegaConf.to_object(merged)
+    assert isinstance(cfg, AlgorithmSection)
+    return cfg, build_objective(cfg)
+
+
+def built(values: Mapping[str, Any]) -> tuple[AlgorithmSection, Objective]:
+    return _built(json.dumps(resolved(values)))
 
 
 def inputs(
@@ -86,7 +95,6 @@ class BatchV:
     """Runs objectives on the batch."""
 
     resolved = staticmethod(resolved)
-    section = staticmethod(section)
     inputs = staticmethod(inputs)
     now: Tensor = field(default_factory=lambda: NOW)
     old: Tensor = field(default_factory=lambda: OLD)
@@ -98,15 +106,15 @@ class BatchV:
     sequence_advantages: Tensor = field(default_factory=lambda: ADVANTAGES)
 
     def objective(self, values: Mapping[str, Any]) -> Objective:
-        return build_objective(section(values))
+        return built(values)[1]
 
     def run(
         self, values: Mapping[str, Any], logprobs: Tensor | None = None, **changed: Any
     ) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Loss, dL/dlp [10] and metrics of the objective of `values`; `changed` goes to `inputs`."""
-        cfg = section(values)
+        cfg, objective = built(values)
         leaf = (NOW if logprobs is None else logprobs).clone().requires_grad_()
-        loss, metrics = build_objective(cfg)(inputs(leaf, aggregation=cfg.aggregation, **changed))
+        loss, metrics = objective(inputs(leaf, aggregation=cfg.aggregation, **changed))
         (gradient,) = torch.autograd.grad(loss, leaf)
         return loss.detach(), gradient, to_floats(metrics)
 
