@@ -90,26 +90,9 @@ def write_parquet(path: Path, rows: Sequence[dict[str, str]]) -> None:
     pyarrow.parquet.write_table(pyarrow.table(columns), path, compression="zstd", compression_level=19)
 
 
-def policy_files() -> dict[str, object]:
-    """The untrained policy: a Qwen3-MoE of 425,088 parameters and a tokenizer of single characters."""
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": i, "content": VOCABULARY[i], **special} for i in range(2)],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": "\\\\boxed\\{|."},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": {token: i for i, token in enumerate(VOCABULARY)}, "unk_token": ""},
-    }
-    config = {
+def model_config() -> dict[str, object]:
+    """A Qwen3-MoE of 425,088 parameters."""
+    return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "vocab_size": len(VOCABULARY),
@@ -144,6 +127,27 @@ def policy_files() -> dict[str, object]:
         "torch_dtype": "float32",
         "use_cache": True,
     }
+
+
+def policy_files() -> dict[str, object]:
+    """The untrained policy: its configuration and a tokenizer of single characters, no weights."""
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": VOCABULARY[i], **special} for i in range(2)],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "\\\\boxed\\{|."},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": {token: i for i, token in enumerate(VOCABULARY)}, "unk_token": ""},
+    }
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": "<pad>",
@@ -153,7 +157,7 @@ def policy_files() -> dict[str, object]:
     }
     generation = {"eos_token_id": 1, "pad_token_id": 0, "do_sample": True, "temperature": 1.0}
     return {
-        "config.json": config,
+        "config.json": model_config(),
         "generation_config.json": generation,
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": tokenizer_config,
