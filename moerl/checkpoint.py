@@ -1,17 +1,17 @@
 """Checkpoints of a whole run: learner files, loop state, a manifest; complete or absent, never half there.
 
 A checkpoint is a folder `step_000010`. It is written under another name, flushed to the disk, given a manifest with
-the size and SHA-256 of every file, and renamed last; so a kill at any moment leaves the previous one untouched. Nothing
-in it is a pickle.
+the size and SHA-256 of every file (and of the manifest itself), and renamed last; it is renamed first when it is
+deleted. So a kill at any moment leaves whole checkpoints only. Nothing in it is a pickle.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moerl.errors import CheckpointError
+from safetensors import SafetensorError
+
+from moerl.errors import DISK_ERRORS, CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +34,14 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 LOOP_STATE = "loop.json"
 LEARNER = "learner"
+
+_NAME = re.compile(r"step_(\d{6,})")
+_HIDDEN = ".partial-"
+"""Prefix of what is not a checkpoint yet, or no longer."""
+
+
+class _OtherModelError(CheckpointError):
+    """A whole checkpoint, but of another model: going back to an earlier one would not help."""
 
 
 @dataclass(frozen=True)
@@ -68,35 +78,38 @@ class CheckpointStore:
         self._model_id = model_id
 
     def save(self, step: int, policy: Policy, loop_state: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of `step` and drop those beyond `keep`.
+        """Write the checkpoint of `step`, then drop those beyond `keep` and those of later steps.
+
+        Later steps are there only where the run went back behind a damaged checkpoint: they are no part of its path.
 
         Raises:
             CheckpointError: it could not be written (a full disk, say); earlier checkpoints are untouched.
         """
         final = self.folder / f"step_{step:06d}"
-        partial = self.folder / f".partial-step_{step:06d}"
+        partial = self.folder / f"{_HIDDEN}{final.name}"
         with _disk_errors(final):
             self.folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(partial, ignore_errors=True)
+            self._sweep()
             try:
                 (partial / LEARNER).mkdir(parents=True)
                 policy.save(partial / LEARNER)
                 (partial / LOOP_STATE).write_text(json.dumps(loop_state, allow_nan=False))
                 self._write_manifest(partial, step)
-                shutil.rmtree(final, ignore_errors=True)
+                _remove(final)
                 partial.rename(final)
                 _sync(self.folder)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-        self._prune()
+            self._prune(step)
         return final
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending; complete ones only, since the name comes last."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(p.name.removeprefix("step_")) for p in self.folder.glob("step_*") if (p / MANIFEST).is_file())
+        named = ((_NAME.fullmatch(path.name), path) for path in self.folder.iterdir())
+        return sorted(int(name[1]) for name, path in named if name and (path / MANIFEST).is_file())
 
     def open(self, step: int) -> Checkpoint:
         """The checkpoint of `step`, every file checked against the manifest.
@@ -107,14 +120,11 @@ class CheckpointStore:
         folder = self.folder / f"step_{step:06d}"
         if step not in self.steps():
             raise CheckpointError(f"{folder} is no complete checkpoint; there are steps {self.steps()}")
-        try:
-            manifest = json.loads((folder / MANIFEST).read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder / MANIFEST} is damaged ({error})") from error
+        manifest = _read_manifest(folder / MANIFEST, step)
         for name, entry in manifest["files"].items():
             _check_file(folder / name, entry)
         if manifest["model_id"] != self._model_id:
-            raise CheckpointError(
+            raise _OtherModelError(
                 f"{folder} was made by another model ({manifest['model_id'][:12]}, this one is {self._model_id[:12]}); "
                 "use its own config, or another run.name"
             )
@@ -133,10 +143,11 @@ class CheckpointStore:
         for step in reversed(steps):
             try:
                 return self.open(step)
+            except _OtherModelError:
+                raise
             except CheckpointError as error:
-                if on_corrupt != "previous" or "another model" in str(error):
-                    hint = "" if "another model" in str(error) else _previous_hint(steps, step)
-                    raise CheckpointError(f"{error}{hint}") from error
+                if on_corrupt != "previous":
+                    raise CheckpointError(f"{error}{_previous_hint(steps, step)}") from error
                 logger.warning("%s; going back to an earlier checkpoint", error)
         if steps:
             raise CheckpointError(
@@ -150,14 +161,53 @@ class CheckpointStore:
             _sync(path)
             files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         manifest = {"format": FORMAT, "step": step, "model_id": self._model_id, "files": files}
+        manifest["sha256"] = _digest(manifest)
         path = folder / MANIFEST
         path.write_text(json.dumps(manifest, indent=1))
         _sync(path)
         _sync(folder)
 
-    def _prune(self) -> None:
-        for step in self.steps()[: -self._keep]:
-            shutil.rmtree(self.folder / f"step_{step:06d}", ignore_errors=True)
+    def _prune(self, newest: int) -> None:
+        steps = self.steps()
+        kept = [step for step in steps if step <= newest][-self._keep :]
+        for step in steps:
+            if step not in kept:
+                _remove(self.folder / f"step_{step:06d}")
+
+    def _sweep(self) -> None:
+        """Clear away what a killed process left half written or half deleted."""
+        for path in self.folder.glob(f"{_HIDDEN}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint; it loses its name first, so that a kill in between leaves no half one under it."""
+    if not folder.exists():
+        return
+    doomed = folder.with_name(f"{_HIDDEN}deleted-{folder.name}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _read_manifest(path: Path, step: int) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({error})") from error
+    if not isinstance(manifest, dict) or manifest.get("sha256") != _digest(manifest):
+        raise CheckpointError(f"{path} is damaged (it does not match its own SHA-256)")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {manifest['format']}, this version reads {FORMAT}; use the version that wrote it"
+        )
+    if manifest["step"] != step:
+        raise CheckpointError(f"{path} is of step {manifest['step']}: the folder was renamed, give it its name back")
+    return manifest
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    kept = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _previous_hint(steps: list[int], step: int) -> str:
@@ -195,12 +245,14 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _disk_errors(target: Path) -> Iterator[None]:
+    """Safetensors has an error of its own for what the disk refused."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno not in DISK_ERRORS:
             raise
+        reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
-            f"cannot write checkpoint {target} ({error.strerror}); earlier checkpoints are untouched: free space or "
+            f"cannot write checkpoint {target} ({reason}); earlier checkpoints are untouched: free space or "
             "point run.output_dir elsewhere, then start the same command again"
         ) from error

@@ -1,5 +1,21 @@
 """The exceptions that moerl raises for what a user or a machine did. `assert` is for what no input could cause."""
 
+from __future__ import annotations
+
+import errno
+
+DISK_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EIO,
+)
+"""`errno` of what a disk or a folder refuses with: a person can mend it, and wants no traceback."""
+
 
 class MoerlError(Exception):
     """Root of every error that moerl raises on purpose. The message says what was seen, what is allowed, what to do."""
