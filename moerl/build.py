@@ -44,7 +44,7 @@ from moerl.mcore.policy import MegatronPolicy
 from moerl.metrics import Metrics, merge_into
 from moerl.probe import RouteProbe
 from moerl.records import Records, RecordSettings
-from moerl.run_folder import CHECKPOINTS, find_checkpoint, folder_of, lock, model_id, prepare
+from moerl.run_folder import CHECKPOINTS, find_checkpoint, folder_of, is_finished, lock, model_id, prepare
 from moerl.telemetry.progress import Progress
 from moerl.telemetry.sinks import JsonlSink, LoadSink, Sinks, WandbSink
 from moerl.telemetry.timers import Timers
@@ -84,7 +84,7 @@ def build_run(cfg: RunConfig) -> Run | None:
             folder_of(cfg) / CHECKPOINTS, keep=cfg.checkpoint.keep, model_id=model_id(cfg.model.path)
         )
         resume_from = find_checkpoint(cfg, store)
-        if resume_from is not None and resume_from.step >= cfg.run.num_steps:
+        if resume_from is not None and resume_from.step >= cfg.run.num_steps and is_finished(cfg):
             logger.warning(
                 "%s has done its %d steps; raise run.num_steps to train on, or start anew with run.resume=never",
                 folder_of(cfg),
@@ -140,7 +140,7 @@ def _rooms(
         prompts = [prompt for one in data.held_out for prompt in one.prompts][: cfg.telemetry.probe_prompts]
         if prompts:
             greedy = replace(evaluator.greedy, temperature=1.0)
-            probe.start(side.eval_collector.collect(prompts, step=0, group_size=1, params=greedy))
+            probe.start(evaluator.collect(prompts, step=0, group_size=1, params=greedy))
 
     def give_credit(groups: Sequence[RolloutGroup]) -> tuple[list[Sample], Metrics]:
         samples, metrics = credit(groups, rules)

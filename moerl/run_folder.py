@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from moerl.analysis.run_folder import REPORT_FILE, SUMMARY_FILE
 from moerl.checkpoint import Checkpoint, CheckpointStore
 from moerl.config.load import as_dict, read_values, resolved_yaml
 from moerl.config.resume import check_resume
@@ -58,15 +59,26 @@ def find_checkpoint(cfg: RunConfig, store: CheckpointStore) -> Checkpoint | None
 
 
 def prepare(cfg: RunConfig, *, resumes: bool) -> Path:
-    """Make the run folder and write its config.yaml; an earlier run that does not go on is set aside, not deleted."""
+    """Make the run folder and write its config.yaml; an earlier run that does not go on is set aside, not deleted.
+
+    A run that goes on loses its summary, which speaks of its earlier end.
+    """
     folder = folder_of(cfg)
-    if not resumes and (folder / CONFIG_FILE).exists():
+    if not resumes and folder.is_dir() and any(folder.iterdir()):
         _set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / SUMMARY_FILE).unlink(missing_ok=True)
     temporary = folder / f"{CONFIG_FILE}.tmp"
     temporary.write_text(resolved_yaml(cfg))
     temporary.replace(folder / CONFIG_FILE)
     return folder
+
+
+def is_finished(cfg: RunConfig) -> bool:
+    """Whether what the end of a run leaves behind is there: a kill may have come between the last step and it."""
+    folder = folder_of(cfg)
+    wanted = [SUMMARY_FILE, REPORT_FILE] if cfg.telemetry.report else [SUMMARY_FILE]
+    return all((folder / name).is_file() for name in wanted)
 
 
 @contextlib.contextmanager
@@ -94,5 +106,7 @@ def lock(folder: Path) -> Iterator[None]:
 def _set_aside(folder: Path) -> None:
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     target = folder.with_name(f"{folder.name}.before-{stamp}")
+    while target.exists():  # twice within a second
+        target = target.with_name(f"{target.name}x")
     folder.rename(target)
     logger.warning("an earlier run in %s was set aside as %s", folder, target.name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
+from collections.abc import Sequence
 
 from moerl.errors import Interrupted
 
@@ -22,7 +24,9 @@ The same command again goes on from the last complete checkpoint. Ctrl-C finishe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `moerl train`."""
     parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key, such as run.seed=1")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="override any key, such as run.seed=1"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,11 +46,18 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         train(run_parts.rooms, run_parts.schedule, run_parts.resume_from)
+        summary = finish_run(cfg, run_parts.folder, run_parts.rooms.policy, run_parts.rooms.records.seconds)
     except Interrupted as error:
-        command = " ".join([args.config, *args.overrides])
-        raise Interrupted(f"{error}; go on with: moerl train {command}") from error
+        command = shlex.join(["moerl", "train", args.config, *_going_on(args.overrides, cfg.run.resume)])
+        raise Interrupted(f"{error}; go on with: {command}") from error
     finally:
         run_parts.close()
-    summary = finish_run(cfg, run_parts.folder, run_parts.rooms.policy, run_parts.rooms.records.seconds)
     Console(file=sys.stdout).print(summary)
     return 0
+
+
+def _going_on(overrides: Sequence[str], resume: str) -> list[str]:
+    """The overrides with which the run goes on; `run.resume=never` would start it anew."""
+    if resume != "never":
+        return list(overrides)
+    return [*(text for text in overrides if text.partition("=")[0].strip() != "run.resume"), "run.resume=auto"]
