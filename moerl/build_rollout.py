@@ -23,7 +23,7 @@ from moerl.rollout.buffer import RolloutBuffer
 from moerl.rollout.collect import Collector
 from moerl.rollout.engine import engines
 from moerl.rollout.engines.local_engine import LocalEngine, LocalEngineConfig
-from moerl.types import Prompt, SamplingParams, Trajectory
+from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -170,11 +170,20 @@ def sampling_params(cfg: RunConfig, tokenizer: ChatTokenizer) -> SamplingParams:
 
 
 def build_evaluator(cfg: RunConfig, data: Data, side: RolloutSide) -> Evaluator:
-    """Same engine and rewards as training; greedy, and sampled from the whole distribution."""
+    """Same engine and rewards as training; greedy, and sampled from the whole distribution.
+
+    Its answers without a verdict are counted under `eval/errors_*`, not among those of the next training step.
+    """
+
+    def collect(prompts: Sequence[Prompt], **options: Any) -> list[RolloutGroup]:
+        groups = side.eval_collector.collect(prompts, **options)
+        data.scorer.take_metrics()
+        return groups
+
     plain = replace(side.sampling, top_p=1.0, top_k=0, return_routes=False)
     return Evaluator(
         sets=[EvaluationSet(one.name, one.prompts) for one in data.held_out],
-        collect=side.eval_collector.collect,
+        collect=collect,
         greedy=replace(plain, temperature=0.0),
         sampled=replace(plain, temperature=cfg.evaluation.temperature),
         num_samples=cfg.evaluation.num_samples,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.types import CreditInputs
-from moerl.metrics import Max, Mean, Metrics, Min, Sum, merge_into
+from moerl.metrics import Metrics, Sum, merge_into
 from moerl.types import RolloutGroup, Sample, Trajectory
 
 
@@ -57,8 +57,8 @@ def credit(groups: Sequence[RolloutGroup], rules: CreditRules) -> tuple[list[Sam
         _sample(index, row, float(advantages[index]), row.trajectory.reward + float(shaping[index]), rules)
         for index, row in enumerate(rows)
     ]
-    merge_into(metrics, _advantage_metrics(advantages, samples))
-    return samples, metrics
+    emptied = sum(not sample.loss_mask.any() for sample in samples)
+    return samples, merge_into(metrics, {"advantage/masked_samples": Sum(float(emptied))})
 
 
 def _credit_inputs(rows: Sequence[Row], shaping: np.ndarray, rules: CreditRules) -> CreditInputs:
@@ -94,13 +94,3 @@ def _sample(index: int, row: Row, advantage: float, reward: float, rules: Credit
         has_route=trajectory.has_route,
         support=trajectory.support,
     )
-
-
-def _advantage_metrics(advantages: Tensor, samples: Sequence[Sample]) -> Metrics:
-    emptied = sum(not sample.loss_mask.any() for sample in samples)
-    return {
-        "advantage/abs_mean": Mean(float(advantages.abs().sum()), float(len(samples))),
-        "advantage/max": Max(float(advantages.max())),
-        "advantage/min": Min(float(advantages.min())),
-        "advantage/masked_samples": Sum(float(emptied)),
-    }

@@ -87,7 +87,7 @@ def _train_step(rooms: Rooms, step: int) -> Metrics:
     records = rooms.records
     with records.phase("rollout"):
         groups, metrics = rooms.rollouts.take(step, rooms.policy.version)
-    records.rollouts(step, groups)
+    records.rollouts(step, groups, metrics)
     samples, new = rooms.credit(groups)
     merge_into(metrics, new)
     live = [sample for sample in samples if sample.loss_mask.any()]
@@ -106,7 +106,7 @@ def _train_step(rooms: Rooms, step: int) -> Metrics:
     except NumericsError as error:
         path = records.dump(step, batch, reason=str(error))
         raise NumericsError(f"step {step}: {error}; the optimizer was not stepped; the batch is in {path}") from error
-    if step == 1:
+    if rooms.policy.version == 1:  # the run's first update, whichever step had the first token to train on
         records.extra(rooms.contract.check(to_floats(metrics)))
     with records.phase("publish"):
         merge_into(metrics, rooms.publish())

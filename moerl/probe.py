@@ -68,8 +68,11 @@ class RouteProbe:
             _probe_sample(i, np.asarray(tokens, dtype=np.int32), np.asarray(mask, dtype=bool))
             for i, (tokens, mask) in enumerate(zip(state["tokens"], state["masks"], strict=True))
         ]
-        self._first = RouterStats(torch.tensor(state["first_routes"]), torch.tensor(state["first_log_probs"]))
         self._last = self._routes()
+        device = self._last.own_routes.device
+        self._first = RouterStats(
+            torch.tensor(state["first_routes"], device=device), torch.tensor(state["first_log_probs"], device=device)
+        )
 
     def _routes(self) -> RouterStats:
         parts = self._observe(self._pack(self._samples))
@@ -81,7 +84,7 @@ def _cat(parts: Sequence[Tensor | None]) -> Tensor:
 
 
 def _compare(before: RouterStats, after: RouterStats, prefix: str) -> Metrics:
-    mask = torch.ones(after.own_routes.shape[0], dtype=torch.bool)
+    mask = torch.ones(after.own_routes.shape[0], dtype=torch.bool, device=after.own_routes.device)
     return route_metrics(
         before.own_routes, after.own_routes, mask, prefix=prefix, a_logq=before.log_probs, b_logq=after.log_probs
     )

@@ -41,7 +41,7 @@ class Records:
     loads: LoadSink
     progress: Progress
     timers: Timers
-    dump_batch: Callable[[Path, StepBatch, Mapping[str, Any]], None]
+    dump_batch: Callable[[Path, StepBatch, Mapping[str, Any]], object]
     tracker: LoadTracker = field(default_factory=LoadTracker)
     _stack: ExitStack = field(default_factory=ExitStack)
     _extra: dict[str, float] = field(default_factory=dict)
@@ -82,10 +82,10 @@ class Records:
         """More values for the record of the current step."""
         self._extra.update(values)
 
-    def rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Write a few of the step's rollouts, spread over the groups."""
-        tokens = sum(t.response_length for group in groups for t in group.trajectories)
-        self.timers.count_tokens("rollout", tokens, phases=("rollout",))
+    def rollouts(self, step: int, groups: Sequence[RolloutGroup], metrics: Metrics) -> None:
+        """Write a few of the step's rollouts, spread over the groups; count all its tokens, of dropped groups too."""
+        tokens = to_floats(metrics).get("rollout/tokens", 0.0)
+        self.timers.count_tokens("rollout", int(tokens), phases=("rollout",))
         wanted = min(self.settings.samples_per_step, len(groups))
         chosen = [groups[i * len(groups) // wanted] for i in range(wanted)]
         self.sinks.log_samples(step, [sample_record(group.prompt, group.trajectories[0]) for group in chosen])
