@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from moerl import __version__
-from moerl.errors import ConfigError, DataError, Interrupted, MoerlError
+from moerl.errors import DISK_ERRORS, ConfigError, DataError, Interrupted, MoerlError
 
 COMMANDS = {
     "train": "train a policy: supervised or with reinforcement learning",
@@ -24,22 +24,32 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status (0 done, 1 failed, 2 bad input, 130 Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog="moerl", description="Reinforcement learning of MoE models on Megatron-Core.")
-    parser.add_argument("--version", action="version", version=f"moerl {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     arguments = list(sys.argv[1:] if argv is None else argv)
-    for name, help_line in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=help_line, formatter_class=argparse.RawDescriptionHelpFormatter)
-        if name in arguments[:1]:
-            command = importlib.import_module(f"moerl.commands.{name}")
-            subparser.description = command.HELP
-            command.add_arguments(subparser)
-    args = parser.parse_args(arguments)
+    if not arguments or arguments[0] not in COMMANDS:
+        _overview().parse_args(arguments[:1])
+        raise AssertionError("argparse exits on everything that is no command")
+    command = importlib.import_module(f"moerl.commands.{arguments[0]}")
+    parser = argparse.ArgumentParser(
+        f"moerl {arguments[0]}", description=command.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.add_arguments(parser)
+    args = parser.parse_intermixed_args(arguments[1:])  # `key=value` may stand after an option
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", module=r"megatron\.")  # absent GPU libraries and deprecations of its own
     for noisy in ("megatron", "torch.distributed", "httpx", "antlr4"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    return _run(importlib.import_module(f"moerl.commands.{args.command}").run, args)
+    return _run(command.run, args)
+
+
+def _overview() -> argparse.ArgumentParser:
+    """What `moerl --help` shows."""
+    parser = argparse.ArgumentParser(prog="moerl", description="Reinforcement learning of MoE models on Megatron-Core.")
+    parser.add_argument("--version", action="version", version=f"moerl {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, help_line in COMMANDS.items():
+        subparsers.add_parser(name, help=help_line)
+    parser.epilog = "`moerl COMMAND --help` says more of each."
+    return parser
 
 
 def _run(run: object, args: argparse.Namespace) -> int:
@@ -53,6 +63,11 @@ def _run(run: object, args: argparse.Namespace) -> int:
         return EXIT_INTERRUPTED
     except MoerlError as error:
         _complain(f"moerl: {error}")
+        return EXIT_FAILED
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        _complain(f"moerl: {error.filename or 'the disk'} cannot be written or read ({error.strerror})")
         return EXIT_FAILED
     except KeyboardInterrupt:
         _complain("moerl: stopped at once; the last complete checkpoint is untouched, start the same command to go on")

@@ -22,7 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `moerl eval`."""
     parser.add_argument("target", help="configuration file, or run folder")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="override any key, such as evaluation.num_samples=8"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="override any key, such as evaluation.num_samples=8",
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", help="evaluate this Hugging Face folder")
@@ -44,6 +48,11 @@ def run(args: argparse.Namespace) -> int:
     if args.step is not None and not is_run:
         raise ConfigError(f"--step {args.step} needs a run folder, and {target} is a configuration file")
     cfg = load(target / CONFIG_FILE if is_run else target, args.overrides)
+    if not cfg.evaluation.sets:
+        raise ConfigError(
+            f"{args.target} names no evaluation.sets, so that there is nothing to evaluate on; add one, such as "
+            "evaluation.sets='[{name: held, source: {name: file, path: held.jsonl}}]'"
+        )
     if args.model:
         cfg.model.path = args.model
         cfg.model.init = "weights"
