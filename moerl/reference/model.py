@@ -121,7 +121,7 @@ class ReferenceModel(nn.Module):
         logits = _wide(F.linear(hidden, head))
         if not records:
             tokens, cfg = token_ids.shape[0], self.cfg
-            empty = torch.zeros(tokens, 0, cfg.experts_per_token, dtype=torch.int64)
+            empty = token_ids.new_zeros(tokens, 0, cfg.experts_per_token, dtype=torch.int64)
             return ModelOutput(logits, logits.new_zeros(tokens, 0, cfg.num_experts), empty, empty)
         router_logits, chosen, own = (torch.stack(part, dim=1) for part in zip(*records, strict=True))
         return ModelOutput(logits, router_logits, chosen, own)
