@@ -1,6 +1,6 @@
 """Runs the checks and the test groups one after the other: `.venv/bin/python tools/run_tests.py [GROUP ...]`.
 
-Prints every group's output as it comes, then a table of seconds and counts, each skip with its reason, and a closing line
+Prints each group's output as it comes, then a table of seconds and counts, every skip with its reason, and a last line
 `N passed, N failed, N skipped`. The exit status is 0 only if nothing failed.
 """
 

@@ -32,6 +32,9 @@ TRITON_VERSION = "3.9.0"
 CUDA_SIZE = "about 3 GB to download and 5.5 GB on disk"
 FREE_BYTES = {"cpu": 4_000_000_000, "cuda": 12_000_000_000}
 HEARTBEAT_SECONDS = 15.0
+UNAVAILABLE = ("no matching distribution", "conflicting dependencies")
+"""What pip says of a build that its index lacks, or that its own constraints leave out."""
+
 VERIFY = """
 import importlib, json, sys
 names = ("torch", "megatron.core", "transformers", "omegaconf", "math_verify", "reasoning_gym", "pyarrow", "moerl")
@@ -164,7 +167,7 @@ def install_torch(install: Installer, version: tuple[int, int], *, gpu: bool) ->
         try:
             install.pip(f"torch {release}, CPU build", f"torch=={release}+cpu", *torch_index())
         except SetupError as error:
-            if "no matching distribution" not in str(error).lower():
+            if not any(text in str(error).lower() for text in UNAVAILABLE):
                 raise
             say(f"    pip finds no CPU build of torch {release} for Python {version[0]}.{version[1]}; set")
             say("    MOERL_TORCH_INDEX_URL to an index that has one for a small download")

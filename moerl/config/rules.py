@@ -321,12 +321,10 @@ def _model_files(cfg: RunConfig) -> Iterator[str]:
 
 
 def _source_files(path: Any, where: str) -> Iterator[str]:
-    paths = path if isinstance(path, list) else [path]
-    for item in paths:
-        if not isinstance(item, str) or not item:
-            yield f"{where} is {item!r}, but must be the path of a jsonl, jsonl.gz or parquet file"
-        elif not Path(item).is_file():
-            yield f"{where} is {item}, but there is no such file under {Path.cwd()}"
+    if not isinstance(path, str) or not path:
+        yield f"{where} is {path!r}, but must be the path of a jsonl, jsonl.gz or parquet file"
+    elif not Path(path).is_file():
+        yield f"{where} is {path}, but there is no such file under {Path.cwd()}"
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (

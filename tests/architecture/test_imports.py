@@ -1,0 +1,171 @@
+"""Who may import what, read from the source tree: one owner per dependency, no hidden configuration, no mocks.
+
+The levels of the rooms are held by import-linter (`pyproject.toml`); this file catches what it cannot see.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+OWNERS = {
+    "megatron": ("moerl/mcore/",),
+    "transformer_engine": ("moerl/mcore/",),
+    "apex": ("moerl/mcore/",),
+    "modelopt": ("moerl/mcore/precision.py",),
+    "sglang": ("moerl/rollout/engines/sglang_engine.py",),
+    "wandb": ("moerl/telemetry/sinks.py",),
+    "omegaconf": ("moerl/config/load.py", "moerl/config/schema.py", "moerl/registry.py"),
+    "torch.distributed": ("moerl/mcore/",),
+    "math_verify": ("moerl/rewards/judges/",),
+    "reasoning_gym": ("moerl/rewards/judges/", "moerl/data/sources/"),
+}
+"""Package -> the only places that may import it."""
+
+BROAD_EXCEPT = {
+    "moerl/rollout/collect.py": "an episode that fails becomes a trajectory with an error status",
+    "moerl/telemetry/sinks.py": "a sink that fails is dropped with a warning",
+    "moerl/rewards/worker.py": "whatever a verifier raises in its sandbox becomes an error verdict",
+}
+ENVIRONMENT = {
+    "moerl/configure.py": "WORLD_SIZE, which the launcher sets",
+    "moerl/mcore/": "what torch and megatron read at import",
+    "moerl/rewards/": "the bare environment of sandboxed workers",
+}
+"""Where `os.environ` may be touched, and what for: never for configuration."""
+
+MODULES = {"torch", "os"}
+"""Modules whose attributes count as imports: `torch.distributed` and `os.environ` need no import of their own."""
+
+NO_DEVICE = ("moerl/algorithms/", "moerl/models/", "moerl/rewards/", "moerl/envs/", "moerl/data/packing.py")
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Path -> parsed source of everything under moerl/."""
+    files = sorted((ROOT / "moerl").rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in files}
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Dotted names that a file imports anywhere, `from a import b` as both `a` and `a.b`."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in MODULES:
+            names.add(f"{node.value.id}.{node.attr}")  # torch.distributed without an import of its own
+    return names
+
+
+def names_of(path: str, package: str) -> set[str]:
+    return {name for name in imported(trees()[path]) if name == package or name.startswith(f"{package}.")}
+
+
+def test_the_reader_sees_every_form_of_import():
+    source = (
+        "import a.b\nfrom c import d\ndef f():\n    import e\n    from f.g import h\n    return torch.distributed.x\n"
+    )
+    assert imported(ast.parse(source)) >= {"a.b", "c", "c.d", "e", "f.g.h", "torch.distributed"}
+
+
+@pytest.mark.parametrize("package", OWNERS)
+def test_one_owner_per_dependency(package):
+    users = {path for path in trees() if names_of(path, package)}
+    if package == "omegaconf":  # the word MISSING may stand in the dataclass of any plugin
+        users = {path for path in users if not names_of(path, package) <= {"omegaconf", "omegaconf.MISSING"}}
+    assert {path for path in users if not path.startswith(OWNERS[package])} == set()
+
+
+@pytest.mark.parametrize("package", ["megatron", "omegaconf", "torch.distributed"])
+def test_the_owners_do_use_it(package):
+    """A reader that saw nothing would pass every test above."""
+    assert any(
+        package in name for path, tree in trees().items() if path.startswith(OWNERS[package]) for name in imported(tree)
+    )
+
+
+def test_broad_excepts_only_where_a_failure_becomes_data():
+    found = set()
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ExceptHandler) and (
+                node.type is None
+                or (isinstance(node.type, ast.Name) and node.type.id in {"Exception", "BaseException"})
+            ):
+                ends_in_raise = isinstance(node.body[-1], ast.Raise)  # cleans up and lets the error travel
+                found |= set() if ends_in_raise else {path}
+    assert found <= set(BROAD_EXCEPT)
+
+
+def test_the_environment_configures_nothing():
+    found = {path for path, tree in trees().items() if imported(tree) & {"os.environ", "os.getenv", "os.putenv"}}
+    assert {path for path in found if not path.startswith(tuple(ENVIRONMENT))} == set()
+
+
+def test_rooms_without_devices_name_none():
+    for path, tree in trees().items():
+        if path.startswith(NO_DEVICE):
+            words = {
+                node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            }
+            assert not {word for word in words if word == "cuda" or word.startswith("cuda:")}, path
+
+
+def test_no_mocks_anywhere():
+    for path in [*(ROOT / "moerl").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
+        assert not {name for name in imported(ast.parse(path.read_text())) if name.startswith("unittest")}, path
+
+
+def test_nothing_ends_processes_by_name():
+    words = ("pkill", "killall")
+    for folder in ("moerl", "tools", "launch"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in {".py", ".sh", ".sbatch"}:
+                assert not [word for word in words if word in path.read_text()], path
+
+
+# What imports without what
+
+BLOCK = """
+import importlib, sys
+blocked = set({blocked!r})
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in blocked:
+            raise ImportError(f"{{name}} is not for this room")
+sys.meta_path.insert(0, Refuse())
+for name in {modules!r}:
+    importlib.import_module(name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("blocked", "modules"),
+    [
+        (
+            "torch numpy megatron transformers sglang wandb",
+            "moerl moerl.errors moerl.config.load moerl.config.rules moerl.config.resume moerl.registry "
+            "moerl.algorithms.presets moerl.algorithms.compose",
+        ),
+        (
+            "megatron transformer_engine sglang wandb apex modelopt transformers",
+            "moerl.types moerl.metrics moerl.protocols moerl.configure moerl.algorithms.objective moerl.models.family "
+            "moerl.data.packing moerl.rewards moerl.reference.model moerl.telemetry.sinks",
+        ),
+    ],
+    ids=["without-torch", "without-megatron"],
+)
+def test_imports_on_a_bare_machine(blocked, modules):
+    code = BLOCK.format(blocked=blocked.split(), modules=modules.split())
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,36 @@
+"""Checks a configuration and prints it resolved: `python tools/check_config.py CONFIG [key=value ...]`.
+
+Presets, `extends`, overrides, rules across fields and every plugin node are checked as `moerl train` checks them, but
+no model library is imported and nothing is written. Exit status 0, or 2 with every fault on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from moerl.algorithms.compose import composition_warnings
+from moerl.config.load import as_dict, resolved_yaml
+from moerl.configure import load
+from moerl.errors import ConfigError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the resolved YAML to standard output, warnings and faults to standard error."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optim.lr=1e-5")
+    options = parser.parse_args(arguments)
+    try:
+        cfg = load(options.config, options.overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for warning in composition_warnings(as_dict(cfg)["algorithm"]):
+        print(f"warning: {warning}", file=sys.stderr)
+    print(resolved_yaml(cfg), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
