@@ -214,8 +214,8 @@ def _patch_torch_cuda() -> None:
 
 
 def _patch_tensors() -> None:
-    # `with torch.device(...)` looks factories up in a table of torch's functions that is made on first use: it must hold
-    # the originals, or the context would no longer reach them (transformers loads models that way).
+    # `with torch.device(...)` looks factories up in a table of torch's functions that is made on first use: it must
+    # hold the originals, or the context would no longer reach them (transformers loads models that way).
     _device_constructors()
     for name in _FACTORIES:
         _replace(torch, name, _on_cpu(getattr(torch, name)))

@@ -54,7 +54,7 @@ def packed_layout(batch: MicroBatch, *, use_te: bool) -> PackedLayout:
         collect = batch.seq_ids * longest + batch.position_ids
     # Megatron's rotation cuts the pack where these bounds say; `PackedRotaryEmbedding` gives every row its own angle,
     # so one cut is enough (TransformerEngine's fused rotation has no such angles and needs the true bounds).
-    whole = None if use_te else batch.cu_seqlens.new_tensor([0, batch.num_tokens])
+    whole: Any = None if use_te else batch.cu_seqlens.new_tensor([0, batch.num_tokens])
     return PackedLayout(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,

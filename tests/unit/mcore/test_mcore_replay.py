@@ -109,18 +109,22 @@ def test_backward_may_run_in_any_order(kit, tiny_folder, micro):
     (chunk,) = policy._runner._chunks
     chunk.train()
 
-    def run(order):
+    def run(schedule):
         policy._optimizer.zero_grad()
         work = _Pass([micro, other], lambda batch: (batch.routes, batch.has_route), observe=False, scale=1)
-        indices = iter([0, 1])
-        outputs = [work.forward_step(indices, chunk)[0][0].sum() for _ in range(2)]
-        for i in order:
-            outputs[i].backward()
+        outputs = {}
+        for action, i in schedule:
+            if action == "F":
+                outputs[i] = work.forward_step(iter([i]), chunk)[0][0].sum()
+            else:
+                outputs.pop(i).backward()
         return {name: tensor.main_grad.clone() for name, tensor in policy._weights.local.items()}
 
-    forward, reverse = run([0, 1]), run([1, 0])
-    scale = max(float(g.abs().max()) for g in forward.values())
-    assert distance(forward, reverse) < 1e-6 * scale
+    one_by_one = run([("F", 0), ("B", 0), ("F", 1), ("B", 1)])
+    scale = max(float(g.abs().max()) for g in one_by_one.values())
+    for order in ((0, 1), (1, 0)):
+        both = run([("F", 0), ("F", 1), *(("B", i) for i in order)])
+        assert distance(one_by_one, both) < 1e-6 * scale
     unwrap(chunk).routes.release()
 
 
