@@ -137,7 +137,8 @@ def _distances(a_routes: Tensor, a_logq: Tensor, b_logq: Tensor) -> dict[str, Te
         parts["kl"].append((p * (a - b)).sum(-1))
         parts["js"].append(0.5 * (p * (a - middle)).sum(-1) + 0.5 * (q * (b - middle)).sum(-1))
         parts["tv"].append(0.5 * (p - q).abs().sum(-1))
-        parts["dev"].append(_deviation(a.gather(-1, routes), b.gather(-1, routes)))
+        on = routes.long()
+        parts["dev"].append(_deviation(a.gather(-1, on), b.gather(-1, on)))
     return {name: torch.cat(values) for name, values in parts.items()}
 
 

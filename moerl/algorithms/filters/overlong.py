@@ -18,4 +18,4 @@ class OverlongFilterConfig:
 @filters.register("overlong", OverlongFilterConfig, acts_on="sample")
 def overlong(trajectory: Trajectory, cfg: OverlongFilterConfig) -> bool:
     """Keep what ended by itself."""
-    return trajectory.finish_reason != "length"
+    return trajectory.finish_reason == "stop"

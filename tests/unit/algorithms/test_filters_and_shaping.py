@@ -11,10 +11,10 @@ from moerl.algorithms.filters import build_filters
 from moerl.algorithms.shaping import build_shaping
 from moerl.errors import ConfigError
 from moerl.metrics import to_floats
-from moerl.types import Prompt, RolloutGroup, Trajectory
+from moerl.types import FinishReason, Prompt, RolloutGroup, Trajectory
 
 
-def trajectory(reward=0.0, response=(5, 6), finish="stop", prompt_tokens=2):
+def trajectory(reward=0.0, response=(5, 6), finish: FinishReason = "stop", prompt_tokens=2):
     s = prompt_tokens + len(response)
     return Trajectory(
         token_ids=np.array([1] * prompt_tokens + list(response), dtype=np.int32),

@@ -131,6 +131,13 @@ def test_nothing_live_gives_no_value():
     assert load_metrics(S_OLD, none, 4) == {}
 
 
+def test_ids_may_be_as_small_as_the_engine_sends_them():
+    wanted = to_floats(route_metrics(S_OLD, S_NEW, ALL, a_logq=OLD_LOGQ, b_logq=NEW_LOGQ))
+    small = route_metrics(S_OLD.to(torch.uint8), S_NEW.to(torch.uint8), ALL, a_logq=OLD_LOGQ, b_logq=NEW_LOGQ)
+    assert to_floats(small) == wanted
+    assert torch.equal(expert_counts(S_OLD.to(torch.uint8), ALL, 4), expert_counts(S_OLD, ALL, 4))
+
+
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match="must have one shape"):
         route_metrics(S_OLD, S_NEW[:, :1], ALL)
@@ -179,8 +186,8 @@ def test_padding_fills_no_expert():
 
 
 def test_counts_add_up_before_the_ratio_is_taken():
-    parts = sum(expert_counts(S_OLD[rows], ALL[rows], 4) for rows in (slice(0, 1), slice(1, 3)))
-    assert to_floats(load_of_counts(parts)) == to_floats(load_metrics(S_OLD, ALL, 4))
+    first, rest = (expert_counts(S_OLD[rows], ALL[rows], 4) for rows in (slice(0, 1), slice(1, 3)))
+    assert to_floats(load_of_counts(first + rest)) == to_floats(load_metrics(S_OLD, ALL, 4))
 
 
 def test_drift_of_the_load_survives_a_restart():
