@@ -1,0 +1,143 @@
+"""A dumped batch through the oracle and through the learner: two independent ways to the same gradient.
+
+The oracle is the plain-torch model of `reference/` with autograd all the way, full logits, one forward per micro-batch.
+It shares the objective with the learner (that is held to its own closed forms) and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moerl.algorithms.logprobs import token_logprobs
+from moerl.algorithms.objective import Objective
+from moerl.algorithms.types import LossInputs
+from moerl.errors import DataError
+from moerl.reference.model import ModelOutput, ReferenceModel
+from moerl.types import MicroBatch
+
+PROBABILITY_FLOOR = 1e-8
+"""Router probabilities are floored here before their log is taken (arXiv 2510.23027)."""
+
+
+@dataclass(frozen=True)
+class GradientGap:
+    """How far two gradients of one tensor are apart."""
+
+    name: str
+    largest: float
+    """Largest entry of the oracle's gradient."""
+    difference: float
+    """Largest absolute difference."""
+
+    @property
+    def relative(self) -> float:
+        """Difference relative to the tensor's largest entry; 0 where both are 0."""
+        return self.difference / self.largest if self.largest else (float("inf") if self.difference else 0.0)
+
+
+def oracle_gradients(
+    model: ReferenceModel, minibatch: Sequence[MicroBatch], objective: Objective, *, routing: str
+) -> dict[str, Tensor]:
+    """Gradient of the objective's sum over a scored minibatch, by Hugging Face name.
+
+    Args:
+        model: weights of before the update.
+        minibatch: with what the score pass filled (`old_logprobs`, `old_routes`, ...).
+        objective: of the run.
+        routing: `none`, `R2`, `R3`; the frozen routers of `frozen_router*` still have a gradient here.
+    """
+    model.zero_grad(set_to_none=True)
+    for micro in minibatch:
+        loss, _ = objective(oracle_inputs(model, micro, objective.needs, routing=routing))
+        loss.backward()
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in model.hf_state().items()
+    }
+
+
+def oracle_inputs(model: ReferenceModel, micro: MicroBatch, needs: frozenset[str], *, routing: str) -> LossInputs:
+    """`LossInputs` of one micro-batch by the plain model, with gradient to its weights."""
+    routes, has_route = _replayed(micro, routing)
+    out = model.forward_packed(micro.token_ids, micro.cu_seqlens, micro.position_ids, routes, has_route)
+    logprobs, entropy = _scores(out, micro)
+    current = logprobs.detach()
+
+    def live(values: Tensor | None) -> Tensor:
+        return current if values is None else torch.where(micro.mask, values, current)
+
+    fields = {
+        "old_logprobs": lambda: live(micro.old_logprobs),
+        "ref_logprobs": lambda: live(micro.ref_logprobs),
+        "entropy": lambda: entropy,
+        "router_shift": lambda: _router_shift(out, micro, routing),
+        "rewards": lambda: micro.rewards,
+        "group_ids": lambda: micro.group_ids,
+    }
+    return LossInputs(
+        logprobs=logprobs,
+        rollout_logprobs=live(micro.rollout_logprobs),
+        advantages=micro.advantages,
+        mask=micro.mask,
+        weights=micro.weights,
+        seq_ids=micro.seq_ids,
+        num_seqs=micro.num_seqs,
+        constants=micro.constants,
+        optional={name: fields[name]() for name in needs if name in fields},
+    )
+
+
+def compare_gradients(oracle: Mapping[str, Tensor], learner: Mapping[str, Tensor]) -> list[GradientGap]:
+    """The gap of every tensor, the widest first.
+
+    Raises:
+        DataError: the two do not have the same names.
+    """
+    if oracle.keys() != learner.keys():
+        odd = sorted(oracle.keys() ^ learner.keys())
+        raise DataError(f"oracle and learner have not the same tensors: {', '.join(odd[:5])}; is it the same model?")
+    gaps = [
+        GradientGap(name, float(grad.abs().max()), float((grad - learner[name]).abs().max()))
+        for name, grad in oracle.items()
+    ]
+    return sorted(gaps, key=lambda gap: -gap.relative)
+
+
+def _replayed(micro: MicroBatch, routing: str) -> tuple[Tensor | None, Tensor | None]:
+    if routing == "R3":
+        return micro.routes, micro.has_route
+    return (micro.old_routes, None) if routing == "R2" else (None, None)
+
+
+def _scores(out: ModelOutput, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies [t]: token j from the logits of row j - 1; 0 for the first token of each sequence."""
+    allowed = None
+    if micro.support is not None:
+        allowed = torch.ones(out.logits.shape, dtype=torch.bool)
+        for row, (start, end) in enumerate(zip(micro.support.offsets[:-1], micro.support.offsets[1:], strict=True)):
+            if end > start:
+                allowed[row] = False
+                allowed[row, micro.support.ids[start:end]] = True
+        allowed = allowed[1:]
+    shifted = token_logprobs(out.logits[:-1], micro.token_ids[1:], micro.temperature[1:], allowed=allowed)
+    is_first = micro.position_ids == 0
+    logprobs, entropy = (torch.where(is_first, 0.0, F.pad(values, (1, 0))) for values in shifted)
+    return logprobs, entropy
+
+
+def _router_shift(out: ModelOutput, micro: MicroBatch, routing: str) -> Tensor:
+    """Raw gamma [t]: exp of minus the mean deviation over layers and the experts active under the old policy."""
+    if micro.old_routes is None or micro.old_router_logprobs is None:
+        raise DataError("the batch was not scored for the router shift; dump it after the score pass")
+    active = micro.old_routes
+    if routing == "R3" and micro.routes is not None:
+        has_route = torch.ones_like(micro.mask) if micro.has_route is None else micro.has_route
+        active = torch.where(has_route[:, None, None], micro.routes, active)
+    new = out.router_logits.detach().softmax(-1).clamp(min=PROBABILITY_FLOOR).log().gather(-1, active)
+    old = micro.old_router_logprobs.clamp(min=torch.tensor(PROBABILITY_FLOOR).log().item())
+    gamma = (-(new - old).abs().mean((-1, -2))).exp()
+    return torch.where(micro.position_ids == 0, 1.0, gamma.roll(1))
