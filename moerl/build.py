@@ -42,6 +42,8 @@ from moerl.data.packing import plan_packing
 from moerl.loop import Rooms, Schedule
 from moerl.mcore.policy import MegatronPolicy
 from moerl.metrics import Metrics, merge_into
+from moerl.models.family import family_of
+from moerl.models.hf_folder import read_config
 from moerl.probe import RouteProbe
 from moerl.records import Records, RecordSettings
 from moerl.run_folder import CHECKPOINTS, find_checkpoint, folder_of, is_finished, lock, model_id, prepare
@@ -220,7 +222,9 @@ class _Packer:
 def _publishing(cfg: RunConfig, side: RolloutSide, policy: MegatronPolicy) -> Iterator[Any]:
     plugin, transport_cfg = transports.resolve(cfg.weight_sync.transport, where="weight_sync.transport")
     transport = plugin.target(transport_cfg)
-    publisher = Publisher(side.engines, transport, cfg.weight_sync.bucket_bytes)
+    hf = read_config(cfg.model.path)
+    names = {name for rule in family_of(hf, cfg.model.family).weight_rules(hf) for name in rule.hf_names}
+    publisher = Publisher(side.engines, transport, cfg.weight_sync.bucket_bytes, expected_names=names)
     with asyncio.Runner() as runner, contextlib.closing(transport):
 
         def publish() -> Metrics:

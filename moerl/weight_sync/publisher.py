@@ -50,7 +50,7 @@ class Publisher:
         """Of the last update that all engines took; None before the first."""
 
     async def publish(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> Metrics:
-        """Give every engine the weights of `named_tensors` as `version`; returns `sync/seconds` and `sync/bytes`.
+        """Give every engine the weights of `named_tensors` as `version`; returns `perf/sync_seconds` and `sync/bytes`.
 
         The version rises with the last bucket and only after every name was seen. Whatever goes wrong, the engines are
         resumed, and those that did not take the last bucket keep their old weights and version. An error of
@@ -66,7 +66,7 @@ class Publisher:
             started = time.perf_counter()
             num_bytes = await self._publish_paused(named_tensors, version)
             self.version = version
-            return {"sync/seconds": Sum(time.perf_counter() - started), "sync/bytes": Sum(float(num_bytes))}
+            return {"perf/sync_seconds": Sum(time.perf_counter() - started), "sync/bytes": Sum(float(num_bytes))}
 
     async def _publish_paused(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Stream between pause and resume; every engine is resumed, even one whose pause failed half-way."""

@@ -112,7 +112,7 @@ def test_stream_arrives_bitwise_and_raises_the_version_once(bucket_bytes):
         assert engine.calls.count("last") == 1
         assert not engine.is_paused
     assert metrics["sync/bytes"].value() == sum(tensor.nbytes for tensor in WEIGHTS.values())
-    seconds = metrics["sync/seconds"].value()
+    seconds = metrics["perf/sync_seconds"].value()
     assert seconds is not None
     assert 0 < seconds < 60
 
