@@ -69,9 +69,9 @@ def draw(logits: Tensor, uniforms: Tensor, rules: DrawRules) -> tuple[Tensor, Te
         probs = probs * allowed
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(uniforms[:, None] * total, below_total)
-    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    # The first token whose cumulative passes u * total. u is at most 1 - 2**-53, so even rounded the product is below
+    # total, and a token of probability 0 passes nothing.
+    tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), tokens)
     logprobs = (probs.gather(-1, tokens[:, None]) / total)[:, 0].log()
     return tokens, torch.where(greedy, 0.0, logprobs), allowed

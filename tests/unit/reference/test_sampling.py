@@ -203,18 +203,25 @@ def test_evenly_spread_uniforms_give_the_distribution_itself(options):
     assert probs.sum() == pytest.approx(1.0, abs=1e-3 if allowed is None else 1e-9)
 
 
-def test_a_uniform_next_to_one_never_draws_what_is_not_allowed():
-    logits = torch.tensor([[0.0, 5.0, float("-inf")], [0.0, 5.0, -1.0]])
-    rules = DrawRules.of([SamplingParams(1), SamplingParams(1, top_k=1)], 3)
-    tokens, logprobs, _ = draw(logits, torch.full((2,), 1 - 2.0**-53, dtype=torch.float64), rules)
-    assert tokens.tolist() == [1, 1]
-    assert logprobs[1] == 0
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
+def test_the_outermost_uniforms_never_draw_what_is_not_allowed(uniform):
+    logits = torch.randn(500, V, generator=torch.Generator().manual_seed(0)) * 3
+    logits[:, 0] = logits[:, -1] = -5.0  # not among the best five
+    rules = DrawRules.of([SamplingParams(1, top_k=5)] * 500, V)
+    tokens, logprobs, allowed = draw(logits, torch.full((500,), uniform, dtype=torch.float64), rules)
+    assert allowed.gather(-1, tokens[:, None]).all()
+    assert torch.isfinite(logprobs).all()
+    edge = allowed.int().argmax(-1) if uniform == 0 else V - 1 - allowed.flip(-1).int().argmax(-1)
+    assert torch.equal(tokens, edge)
 
 
 def test_equal_probabilities_are_cut_by_token_id():
     rules = DrawRules.of([SamplingParams(1, top_k=2), SamplingParams(1, top_p=0.5), SamplingParams(1, top_p=1e-9)], 4)
     _, _, allowed = draw(torch.zeros(3, 4), torch.zeros(3, dtype=torch.float64), rules)
     assert allowed.int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0]]
+    rules = DrawRules.of([SamplingParams(1, top_k=700)], 5000)
+    _, _, allowed = draw(torch.zeros(1, 5000), torch.zeros(1, dtype=torch.float64), rules)
+    assert allowed[0, :700].all()
 
 
 def test_stop_tokens_and_budgets(tiny):
