@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "requirements" / "lock.txt"
 SUPPORTED = ((3, 11), (3, 12), (3, 13))
 TORCH_VERSIONS = {(3, 11): "2.13.0", (3, 12): "2.14.1", (3, 13): "2.14.1"}
 MEGATRON_VERSION = "0.19.2"
@@ -63,8 +64,9 @@ class Installer:
         self.dry_run = dry_run
 
     def pip(self, title: str, *arguments: str, missing: str = "") -> None:
-        """`pip install` with `arguments`; `missing` tells what a failure most likely means."""
-        self.run(title, [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", *arguments], missing)
+        """`pip install`, held to the locked versions; `missing` tells what a failure most likely means."""
+        pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "-c", str(LOCK)]
+        self.run(title, [*pip, *arguments], missing)
 
     def run(self, title: str, command: list[str], missing: str = "") -> None:
         """Run `command`, printing a line at its start, a sign of life every few seconds and the time it took."""
@@ -259,8 +261,7 @@ def set_up(venv: Path, *, dry_run: bool) -> None:
     install.pip("build tools", "-r", str(files / "build.txt"))
     install_torch(install, version, gpu=gpu)
     install_megatron(install, version)
-    wanted_files = ("-r", str(files / "base.txt"), "-r", str(files / "dev.txt"), "-c", str(files / "lock.txt"))
-    install.pip("libraries and test tools", *wanted_files)
+    install.pip("libraries and test tools", "-r", str(files / "base.txt"), "-r", str(files / "dev.txt"))
     install.pip("moerl itself, editable", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
     if dry_run:
         return

@@ -25,7 +25,8 @@ def plan_packing(
 
     Groups stay whole inside a minibatch and are dealt out anew, shuffled, in every epoch; groups with a live token
     and groups without are dealt apart, so minibatches hold (nearly) equal numbers of both. Each rank of a minibatch
-    gets the same number of micro-batches, as few as the budget allows, with nearly equal tokens side by side.
+    gets the same number of micro-batches, as few as longest-first filling finds within the budget, with nearly equal
+    tokens side by side.
 
     There are fewer than `num_minibatches` minibatches where the step is too small: never more than groups with a live
     token, and in each minibatch at least one sample for every rank.
@@ -110,9 +111,10 @@ def _share_out(
     """[ranks][micro-batches] -> samples, micro-batch counts equal."""
     total = sum(lengths[s] for s in samples)
     for per_rank in range(max(1, -(-total // (budget * dp_size))), len(samples) // dp_size + 1):
-        bins = _fill_bins(samples, lengths, num_bins=per_rank * dp_size)
-        if all(sum(lengths[s] for s in members) <= budget for members in bins):
-            return _bins_to_ranks(bins, lengths, dp_size=dp_size)
+        for fill in (_fill_evenly, _fill_tightly):
+            bins = fill(samples, lengths, num_bins=per_rank * dp_size, budget=budget)
+            if all(members and sum(lengths[s] for s in members) <= budget for members in bins):
+                return _bins_to_ranks(bins, lengths, dp_size=dp_size)
     raise DataError(
         f"{len(samples)} samples ({total} tokens, longest {max(lengths[s] for s in samples)}) cannot be cut into "
         f"equally many "
@@ -122,14 +124,28 @@ def _share_out(
     )
 
 
-def _fill_bins(samples: list[int], lengths: Sequence[int], *, num_bins: int) -> list[list[int]]:
-    """Longest first, each into the lightest bin; as many samples as bins or more leave no bin empty."""
+def _fill_evenly(samples: list[int], lengths: Sequence[int], *, num_bins: int, budget: int) -> list[list[int]]:
+    """Longest first, each into the lightest bin, whatever the budget: the best balance; no bin stays empty."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
     for sample in sorted(samples, key=lambda s: (-lengths[s], s)):
         lightest = min(range(num_bins), key=lambda b: (loads[b], len(bins[b]), b))
         bins[lightest].append(sample)
         loads[lightest] += lengths[sample]
+    return bins
+
+
+def _fill_tightly(samples: list[int], lengths: Sequence[int], *, num_bins: int, budget: int) -> list[list[int]]:
+    """Longest first, each into the fullest bin with room: fits where even filling does not. No bin stays empty."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads = [0] * num_bins
+    for sample in sorted(samples, key=lambda s: (-lengths[s], s)):
+        with_room = [b for b in range(num_bins) if loads[b] + lengths[sample] <= budget]
+        chosen = max(with_room, key=lambda b: (loads[b], -b), default=0)
+        bins[chosen].append(sample)
+        loads[chosen] += lengths[sample]
+    for empty in (members for members in bins if not members):
+        empty.append(max(bins, key=len).pop())
     return bins
 
 

@@ -227,7 +227,7 @@ def _build_chunk(
         )
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
-    model.routes = RouteController(model, moe_layers=source.moe_layers, rows=parallel.router_rows)
+    model.routes = RouteController(model, moe_layers=source.moe_layers, parallel=parallel)
     return Float16Module(config, model) if config.bf16 else model
 
 

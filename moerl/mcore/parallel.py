@@ -70,6 +70,14 @@ class ParallelState:
         share = num_tokens // self.tp.size
         return slice(self.tp.rank * share, (self.tp.rank + 1) * share)
 
+    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Inverse of `router_rows`: the slices [t / tp, ...] of all ranks of the tensor axis -> [t, ...]."""
+        if not self.is_sequence_parallel:
+            return rows
+        parts = [torch.empty_like(rows) for _ in range(self.tp.size)]
+        dist.all_gather(parts, rows.contiguous(), group=self.tp.group)
+        return torch.cat(parts)
+
     def all_true(self, flag: torch.Tensor) -> bool:
         """Whether `flag` [] bool holds on every rank; every rank gets the same answer."""
         if self.world_size == 1:

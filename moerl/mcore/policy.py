@@ -150,7 +150,7 @@ class MegatronPolicy:
             with self._reference_weights():
                 results = self._runner.forward(first_epoch, _own_routes, observe=False)
             for fields, result in zip(filled, results, strict=True):
-                fields["ref_logprobs"] = _scores(result).logprobs
+                fields["ref_logprobs"] = result.logprobs
         return fill_step(batch, first_epoch, filled), metrics
 
     def _needs_old_pass(self, batch: StepBatch, needs: frozenset[str]) -> bool:
@@ -167,7 +167,7 @@ class MegatronPolicy:
         return (batch.old_routes, None) if self._routing == "R2" else (None, None)
 
     def _old_fields(self, batch: MicroBatch, result: MicroResult) -> dict[str, Tensor]:
-        fields = {"old_logprobs": _scores(result).logprobs}
+        fields = {"old_logprobs": result.logprobs}
         if result.observed is not None:
             fields["old_routes"] = result.observed.own_routes
             used = self._shift_set(batch, result.observed.own_routes)
@@ -190,7 +190,7 @@ class MegatronPolicy:
             counts = moe_stats.own_counts(batches, observed, self.num_experts)
             metrics.update(load_of_counts(self.parallel.sum_over_data(counts)))
         if all(batch.routes is not None for batch in batches):
-            metrics.update(moe_stats.logprob_pair_metrics(batches, [_scores(result).logprobs for result in results]))
+            metrics.update(moe_stats.logprob_pair_metrics(batches, [result.logprobs for result in results]))
         if self._routing in ("R2", "R3"):
             for batch in batches:
                 merge_into(metrics, {"route/replay_coverage": self._coverage(batch)})
@@ -248,7 +248,7 @@ class MegatronPolicy:
                 merge_into(metrics, result.metrics)
                 share = 1.0 / (len(minibatch) * self.parallel.dp_cp.size)
                 merge_into(metrics, {"loss": Mean(result.loss, share)})
-                merge_into(metrics, {"pg/entropy": masked_mean(_scores(result).entropy, micro.mask)})
+                merge_into(metrics, {"pg/entropy": masked_mean(result.entropy, micro.mask)})
         if gammas:
             metrics.update(moe_stats.shift_metrics(gammas, minibatch, self._gamma_min))
         if is_last:
@@ -310,7 +310,7 @@ class MegatronPolicy:
 
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """[t] float32 of every token at the current weights, own routing; 0 at the first token of a sequence."""
-        return _scores(self._runner.forward([micro_batch], _own_routes, observe=False)[0]).logprobs
+        return self._runner.forward([micro_batch], _own_routes, observe=False)[0].logprobs
 
     def gradients(self, minibatch: Sequence[MicroBatch], objective: Objective) -> dict[str, Tensor]:
         """Gradient of the objective's sum over `minibatch`, by Hugging Face name; nothing is stepped. Frozen weights
@@ -372,8 +372,8 @@ def _contract_metrics(minibatch: Sequence[MicroBatch], results: Sequence[MicroRe
     """
     found: Metrics = {}
     for batch, result in zip(minibatch, results, strict=True):
-        if batch.old_logprobs is not None and result.scores is not None:
-            gap = torch.where(batch.mask, result.scores.logprobs - batch.old_logprobs, 0.0)
+        if batch.old_logprobs is not None:
+            gap = torch.where(batch.mask, result.logprobs - batch.old_logprobs, 0.0)
             merge_into(found, {"contract/ratio_deviation": Max(torch.expm1(gap).abs().max())})
     means = [metrics.get(name) for name in ("pg/clip_low", "pg/clip_high")]
     clipped = [mean for mean in means if isinstance(mean, Mean)]
@@ -391,11 +391,6 @@ def _rollout_routes(batch: MicroBatch) -> Routes:
     if batch.routes is None:
         raise DataError("algorithm.routing is R3, but the samples carry no routes; use an engine that returns them")
     return batch.routes, batch.has_route
-
-
-def _scores(result: MicroResult) -> TokenScores:
-    assert result.scores is not None
-    return result.scores
 
 
 def _seen(result: MicroResult) -> Observation:

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
 from moerl.errors import DataError
+from moerl.mcore.parallel import ParallelState
 
 
 class RouterTap(RouterReplay):
@@ -107,13 +108,10 @@ def concat_layers(chunks: Mapping[int, Observation]) -> Observation | None:
 class RouteController:
     """The taps of one model (pipeline chunk), by MoE layer."""
 
-    def __init__(self, model: torch.nn.Module, *, moe_layers: tuple[int, ...], rows: Callable[[int], slice]) -> None:
-        """`moe_layers` are the layer numbers (from 1) of all MoE layers of the network, in order: entry i is `routes[:,
-        i]`.
-
-        `rows(t)` says which rows of a pack of t tokens this rank's routers see.
-        """
-        self._rows = rows
+    def __init__(self, model: torch.nn.Module, *, moe_layers: tuple[int, ...], parallel: ParallelState) -> None:
+        """Find the taps; `moe_layers` are the numbers (from 1) of all MoE layers, in the order of `routes[:, i]`."""
+        self._parallel = parallel
+        self._num_layers = len(moe_layers)
         self._routers: dict[int, ReplayRouter] = {}
         for module in model.modules():
             if isinstance(module, ReplayRouter):
@@ -136,7 +134,7 @@ class RouteController:
         targets: dict[int, Tensor | None] = dict.fromkeys(self._routers)
         present = None
         if routes is not None:
-            rows = self._rows(routes.shape[0])
+            rows = self._parallel.router_rows(routes.shape[0])
             self._check(routes)
             targets = {number: routes[rows, self._index[number]] for number in self._routers}
             present = None if has_route is None or bool(has_route.all()) else has_route[rows]
@@ -150,6 +148,11 @@ class RouteController:
         return lambda: arm(False)
 
     def _check(self, routes: Tensor) -> None:
+        if routes.shape[1] != self._num_layers:
+            raise DataError(
+                f"routes to replay have {routes.shape[1]} layers, but the model has {self._num_layers} MoE layers; "
+                "the rollout engine runs another model"
+            )
         for router in self._routers.values():
             if routes.shape[2] != router.topk:
                 raise DataError(
@@ -158,13 +161,13 @@ class RouteController:
                 )
 
     def observed(self) -> Observation | None:
-        """What the last observed forward saw, stacked over this model's MoE layers; None without any."""
+        """What the last observed forward saw, all rows, stacked over this model's MoE layers; None without any."""
         if not self._routers:
             return None
         routers = [self._routers[number] for number in sorted(self._routers)]
         taps = [router.router_replay for router in routers]
-        logits = torch.stack([_present(tap.logits) for tap in taps], 1).float()
-        own = torch.stack([_present(tap.own) for tap in taps], 1)
+        logits = self._parallel.gather_rows(torch.stack([_present(tap.logits) for tap in taps], 1).float())
+        own = self._parallel.gather_rows(torch.stack([_present(tap.own) for tap in taps], 1))
         if routers[0].score_function == "softmax":
             log_probs = torch.log_softmax(logits, -1)
             selection = log_probs.exp()

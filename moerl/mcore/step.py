@@ -15,6 +15,7 @@ from torch import Tensor
 from moerl.mcore.model import score_tokens, unwrap
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import Observation, concat_layers
+from moerl.mcore.stages import StageExchange
 from moerl.metrics import Metrics
 from moerl.types import MicroBatch
 
@@ -31,7 +32,7 @@ class TokenScores:
     entropy: Tensor
     """[t] float32."""
     observed: Observation | None
-    """Of this rank's MoE layers, where the pass observed."""
+    """Of the MoE layers of this stage, where the pass observed."""
 
 
 LossFunction = Callable[[MicroBatch, TokenScores], tuple[Tensor, Metrics]]
@@ -40,12 +41,16 @@ LossFunction = Callable[[MicroBatch, TokenScores], tuple[Tensor, Metrics]]
 
 @dataclass(frozen=True)
 class MicroResult:
-    """One micro-batch after a pass, without graph."""
+    """One micro-batch after a pass, without graph; the same on every pipeline stage, save loss and metrics."""
 
-    scores: TokenScores | None
-    """None on ranks without the last stage."""
+    logprobs: Tensor
+    """[t] float32."""
+    entropy: Tensor
+    """[t] float32."""
     observed: Observation | None
+    """Of all MoE layers; None where the pass did not observe."""
     loss: Tensor | None
+    """None on ranks without the last stage."""
     metrics: Metrics
 
 
@@ -61,7 +66,7 @@ class _Pass:
         self.scale = scale
         self.loss_function: LossFunction | None = None
         self.observed: list[dict[int, Observation]] = [{} for _ in micro_batches]
-        self.scores: list[TokenScores | None] = [None] * len(micro_batches)
+        self.scores: list[Tensor | None] = [None] * len(micro_batches)
         self.losses: list[Tensor | None] = [None] * len(micro_batches)
         self.metrics: list[Metrics] = [{} for _ in micro_batches]
 
@@ -84,7 +89,7 @@ class _Pass:
         batch = self.micro_batches[index]
         logprobs, entropy = output.unbind(0)
         observed = concat_layers(self.observed[index])
-        self.scores[index] = TokenScores(logprobs.detach(), entropy.detach(), observed)
+        self.scores[index] = output.detach()
         tokens = torch.ones((), dtype=torch.int, device=output.device)
         if self.loss_function is None:
             return output.new_zeros(()), tokens, {}
@@ -94,11 +99,14 @@ class _Pass:
         # is a sum.
         return loss * self.scale, tokens, metrics
 
-    def results(self) -> list[MicroResult]:
-        return [
-            MicroResult(self.scores[i], concat_layers(self.observed[i]), self.losses[i], self.metrics[i])
-            for i in range(len(self.micro_batches))
-        ]
+    def result(self, index: int, exchange: StageExchange) -> MicroResult:
+        tokens = self.micro_batches[index].token_ids
+        logprobs, entropy = exchange.scores(self.scores[index], tokens.shape[0], tokens.device).unbind(0)
+        observed = None
+        if self.observe:
+            mine = concat_layers(self.observed[index])
+            observed = exchange.observation(mine, tokens.shape[0], tokens.device)
+        return MicroResult(logprobs, entropy, observed, self.losses[index], self.metrics[index])
 
 
 class StepRunner:
@@ -108,7 +116,11 @@ class StepRunner:
         """`chunks` share one TransformerConfig."""
         self._chunks: list[torch.nn.Module] = list(chunks)
         self._parallel = parallel
-        chunks[0].config.finalize_model_grads_func = finalize_model_grads
+        config = chunks[0].config
+        config.finalize_model_grads_func = finalize_model_grads
+        layers = tuple(position for chunk in chunks for position in unwrap(chunk).routes.layers)
+        sizes = (config.num_moe_experts or 0, config.moe_router_topk)
+        self._exchange = StageExchange(parallel, layers, sizes)
 
     def forward(
         self, micro_batches: Sequence[MicroBatch], replay: Callable[[MicroBatch], Routes], *, observe: bool
@@ -147,7 +159,7 @@ class StepRunner:
                 micro_batch_size=1,
                 forward_only=not is_training,
             )
-        results = work.results()
+        results = [work.result(index, self._exchange) for index in range(count)]
         for chunk in self._chunks:
             unwrap(chunk).routes.release()
         return results

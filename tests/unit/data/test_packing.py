@@ -1,0 +1,124 @@
+"""Laws of the packing plan, for any lengths."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from moerl.data.packing import plan_packing
+from moerl.errors import DataError
+
+
+def plan(lengths, group_ids=None, live=None, **options):
+    defaults = {"dp_size": 1, "num_minibatches": 1, "num_epochs": 1, "max_tokens_per_microbatch": 100, "seed": 0}
+    groups = list(range(len(lengths))) if group_ids is None else group_ids
+    return plan_packing(lengths, groups, lengths if live is None else live, **{**defaults, **options})
+
+
+@st.composite
+def steps(draw):
+    dp_size = draw(st.integers(1, 4))
+    num_groups = draw(st.integers(1, 12))
+    group_size = dp_size * draw(st.integers(1, 3))
+    groups = [g for g in range(num_groups) for _ in range(group_size)]
+    lengths = draw(st.lists(st.integers(1, 100), min_size=len(groups), max_size=len(groups)))
+    dead = draw(st.sets(st.integers(0, num_groups - 1)))
+    live = [0 if group in dead else length for group, length in zip(groups, lengths, strict=True)]
+    options = {
+        "dp_size": dp_size,
+        "num_minibatches": draw(st.integers(1, 5)),
+        "num_epochs": draw(st.integers(1, 3)),
+        "max_tokens_per_microbatch": draw(st.integers(100, 300)),
+        "seed": draw(st.integers(0, 2**31)),
+    }
+    return lengths, groups, live, options
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps())
+def test_laws(step):
+    lengths, groups, live, options = step
+    made = plan(lengths, groups, live, **options)
+    assert made == plan(lengths, groups, live, **options)
+    num_epochs = options["num_epochs"]
+    assert len(made.assignment) % num_epochs == 0
+    per_epoch = len(made.assignment) // num_epochs
+    live_groups = {g for g, n in zip(groups, live, strict=True) if n}
+    assert per_epoch == min(options["num_minibatches"], max(len(live_groups), 1))
+    for epoch in range(num_epochs):
+        own = range(epoch * per_epoch, (epoch + 1) * per_epoch)
+        samples = [s for m in own for s in made.minibatch_samples(m)]
+        assert sorted(samples) == list(range(len(lengths)))
+        members = [{groups[s] for s in made.minibatch_samples(m)} for m in own]
+        assert sum(len(m) for m in members) == len(set(groups)), "a group was split"
+        sizes = [len(m & live_groups) for m in members]
+        assert max(sizes) - min(sizes) <= 1
+        assert max(len(m) for m in members) - min(len(m) for m in members) <= 1
+    for ranks in made.assignment:
+        assert len(ranks) == options["dp_size"]
+        assert len({len(rank) for rank in ranks}) == 1
+        for micro in (micro for rank in ranks for micro in rank):
+            assert micro
+            assert sum(lengths[s] for s in micro) <= options["max_tokens_per_microbatch"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 4), st.integers(100, 200))
+def test_any_sizes_give_a_lawful_plan_or_say_that_none_exists(lengths, dp_size, budget):
+    options = {"dp_size": dp_size, "max_tokens_per_microbatch": budget}
+    if len(lengths) % dp_size == 0:
+        assert sorted(plan(lengths, **options).minibatch_samples(0)) == list(range(len(lengths)))
+        return
+    made = None
+    with contextlib.suppress(DataError):
+        made = plan(lengths, **options)
+    assert made is None or sorted(made.minibatch_samples(0)) == list(range(len(lengths)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=8, max_size=60), st.integers(1, 4))
+def test_load_is_balanced(lengths, dp_size):
+    """Longest-first: the heaviest rank without its shortest sample is no heavier than the lightest."""
+    assume(len(lengths) % dp_size == 0)
+    made = plan(lengths, dp_size=dp_size, max_tokens_per_microbatch=10_000)
+    shares = [[lengths[s] for micro in rank for s in micro] for rank in made.assignment[0]]
+    heaviest = max(shares, key=sum)
+    assert sum(heaviest) - min(heaviest) <= min(sum(share) for share in shares)
+
+
+def test_as_few_micro_batches_as_the_budget_allows():
+    made = plan([50, 50, 50, 50, 30, 30, 30], max_tokens_per_microbatch=100)
+    assert len(made.assignment[0][0]) == 3, "even filling would need four"
+    assert len(plan([50, 50, 50, 50], max_tokens_per_microbatch=100).assignment[0][0]) == 2
+
+
+def test_shuffling_differs_by_epoch_and_seed():
+    lengths = [10] * 40
+    made = plan(lengths, num_minibatches=2, num_epochs=2)
+    assert set(made.minibatch_samples(0)) != set(made.minibatch_samples(2))
+    assert made != plan(lengths, num_minibatches=2, num_epochs=2, seed=1)
+
+
+def test_minibatches_are_not_without_a_live_token():
+    made = plan([10] * 6, live=[10, 0, 0, 0, 10, 0], num_minibatches=4)
+    assert len(made.assignment) == 2
+    assert [len(made.minibatch_samples(m)) for m in range(2)] == [3, 3]
+    assert len(plan([10] * 6, live=[0] * 6, num_minibatches=4).assignment) == 1
+
+
+def test_fewer_minibatches_where_ranks_would_stay_empty():
+    assert len(plan([10] * 6, dp_size=3, num_minibatches=4).assignment) == 2
+
+
+def test_refusals_name_both_numbers():
+    with pytest.raises(DataError, match=r"sample 1 has 101 tokens and batch\.max_tokens_per_microbatch is 100"):
+        plan([5, 101])
+    with pytest.raises(DataError, match="1 samples cannot be shared by 2 data-parallel ranks"):
+        plan([5], dp_size=2)
+    with pytest.raises(DataError, match=r"3 samples \(300 tokens, longest 100\) cannot be cut into equally many"):
+        plan([100, 100, 100], dp_size=2)
+    with pytest.raises(DataError, match="without samples"):
+        plan([])
