@@ -163,7 +163,7 @@ def test_metrics_have_their_closed_forms(stage):
     assert values["rollout/errors"] == 0
 
 
-def test_staleness_is_a_mean_over_tokens_not_over_spans():
+def test_staleness_is_a_mean_over_tokens_not_over_spans_or_episodes():
     one = Trajectory(
         token_ids=np.zeros(10, dtype=np.int32),
         loss_mask=np.arange(10) >= 2,
@@ -172,8 +172,9 @@ def test_staleness_is_a_mean_over_tokens_not_over_spans():
         finish_reason="stop",
         version_spans=((2, 8, 5), (8, 10, 3)),
     )
-    group = RolloutGroup(Prompt("p/0", np.zeros(2, dtype=np.int32), None, "p"), (one,))
-    assert to_floats(rollout_metrics([group], 5))["rollout/staleness_mean"] == (6 * 0 + 2 * 2) / 8
+    other = replace(one, loss_mask=np.arange(10) >= 8, version_spans=((8, 10, 4),))
+    group = RolloutGroup(Prompt("p/0", np.zeros(2, dtype=np.int32), None, "p"), (one, other))
+    assert to_floats(rollout_metrics([group], 5))["rollout/staleness_mean"] == (6 * 0 + 2 * 2 + 2 * 1) / 10
 
 
 def test_tokens_of_an_older_version_stop_the_step(stage):
