@@ -62,19 +62,24 @@ class Objective:
 
     def __call__(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         """Loss (0-dim, float32 or wider, with gradient even where nothing is live) and metrics of one micro-batch."""
+        losses, metrics = self.token_losses(x)
+        return losses.sum(), metrics
+
+    def token_losses(self, x: LossInputs) -> tuple[Tensor, Metrics]:
+        """What every token adds to the loss, [t] with gradient, all terms together; and metrics."""
         clean = sanitise(x, reads_rollout_logprobs=self.reads_rollout_logprobs)
         metrics = dict(clean.metrics)
-        loss, policy_metrics = self._policy_loss(clean)
+        losses, policy_metrics = self._policy_losses(clean)
         metrics.update(policy_metrics)
         if self.kl.place == "loss":
             value = self._kl(clean.inputs)
             # Off-policy corrections never touch the KL; only a token without a finite logprob drops out.
-            loss = loss + self.kl.coefficient * (clean.inputs.weights.kl * torch.where(clean.live, value, 0)).sum()
+            losses = losses + self.kl.coefficient * clean.inputs.weights.kl * torch.where(clean.live, value, 0)
             metrics["kl/ref"] = _token_mean(value, clean.live)
         if self.entropy_coefficient:
             entropy = torch.where(clean.live, clean.inputs.entropy, 0)
-            loss = loss - self.entropy_coefficient * (clean.inputs.weights.entropy * entropy).sum()
-        return loss, metrics
+            losses = losses - self.entropy_coefficient * clean.inputs.weights.entropy * entropy
+        return losses, metrics
 
     def correction_mean(self, x: LossInputs) -> Mean:
         """This micro-batch's part of the constant `correction_mean`; merge over micro-batches and ranks."""
@@ -82,7 +87,7 @@ class Objective:
         corrected = self.policy.correct(clean.inputs, self.policy.correction_config)
         return _token_mean(corrected.weight, clean.inputs.mask & corrected.keep)
 
-    def _policy_loss(self, clean: CleanInputs) -> tuple[Tensor, Metrics]:
+    def _policy_losses(self, clean: CleanInputs) -> tuple[Tensor, Metrics]:
         term, x = self.policy, clean.inputs
         x, shift = self._split_router_shift(x)
         corrected = term.correct(x, term.correction_config)
@@ -100,11 +105,11 @@ class Objective:
         log_ratio = clamp_log_ratio(raw)
         token = term.trust(log_ratio, x, term.trust_config)
         kept = x.mask & corrected.keep
-        loss = (x.weights.policy * torch.where(kept, weight * token.loss, 0)).sum()
+        losses = x.weights.policy * torch.where(kept, weight * token.loss, 0)
         metrics = _policy_metrics(clean, log_ratio=log_ratio, raw=raw, token=token)
         if term.has_correction:
             metrics.update(_correction_metrics(clean, corrected))
-        return loss, metrics
+        return losses, metrics
 
     def _split_router_shift(self, x: LossInputs) -> tuple[LossInputs, Tensor | float]:
         """Floor gamma; give log gamma for before the clip, and leave in `x.router_shift` what is applied after it."""
