@@ -50,13 +50,12 @@ def _describe(batch: StepBatch, wanted: int | None, tokenizer: ChatTokenizer | N
     if wanted is not None and wanted not in known:
         raise DataError(f"the batch has no sample {wanted}; it has {', '.join(map(str, known))}")
     shown = batch.minibatches if wanted is None else batch.minibatches[: batch.num_score_minibatches]
-    for i, minibatch in enumerate(shown):
-        for j, micro in enumerate(minibatch):
-            for n, sample in enumerate(micro.sample_ids):
-                if wanted in (None, sample):
-                    yield f"\nminibatch {i}, micro-batch {j}: {_title(micro, n)}"
-                    yield HEADER
-                    yield from _tokens(micro, n, tokenizer)
+    places = [(i, j, micro) for i, minibatch in enumerate(shown) for j, micro in enumerate(minibatch)]
+    for i, j, micro in places:
+        for n in (n for n, sample in enumerate(micro.sample_ids) if wanted in (None, sample)):
+            yield f"\nminibatch {i}, micro-batch {j}: {_title(micro, n)}"
+            yield HEADER
+            yield from _tokens(micro, n, tokenizer)
 
 
 def _title(micro: MicroBatch, n: int) -> str:

@@ -21,9 +21,9 @@ from moerl.mcore.model import ModelSource, build_chunks, read_source, transforme
 from moerl.mcore.optim import Optimizer, wrap_chunks
 from moerl.mcore.parallel import ParallelState, initialize_parallel
 from moerl.mcore.router_replay import Observation
-from moerl.mcore.step import MicroResult, Routes, StepRunner, TokenScores
+from moerl.mcore.step import MicroResult, Routes, StepRunner, TokenScores, contract_metrics
 from moerl.mcore.weights import WeightMap
-from moerl.metrics import Max, Mean, Metrics, Sum, masked_mean, merge_into
+from moerl.metrics import Mean, Metrics, Sum, masked_mean, merge_into
 from moerl.types import MicroBatch, RouterStats, StepBatch
 
 ROUTINGS = ("none", "R2", "R3", "frozen_router", "frozen_router_bias")
@@ -197,9 +197,10 @@ class MegatronPolicy:
         return metrics
 
     def _coverage(self, batch: MicroBatch) -> Mean:
-        if self._routing == "R2" or batch.has_route is None:
-            return Mean(float(batch.num_tokens), float(batch.num_tokens))
-        return masked_mean(batch.has_route.double(), torch.ones_like(batch.has_route))
+        """Over the rows that predict a live token; the last row of a sequence predicts none and never has a route."""
+        predicts = batch.mask.roll(-1)
+        has_route = torch.ones_like(predicts) if self._routing == "R2" or batch.has_route is None else batch.has_route
+        return masked_mean(has_route.double(), predicts)
 
     def _keep_old_routing(self, batch: StepBatch, scored: Sequence[MicroBatch], results: Sequence[MicroResult]) -> None:
         """Log q over all experts is large: keep it for the samples of the last minibatch alone."""
@@ -232,7 +233,7 @@ class MegatronPolicy:
         for index, minibatch in enumerate(batch.minibatches):
             new, results = self._update_minibatch(minibatch, objective, is_last=index == len(batch.minibatches) - 1)
             if index == 0:
-                metrics.update(_contract_metrics(minibatch, results, new))
+                metrics.update(contract_metrics(minibatch, results, new))
             merge_into(metrics, new)
         self.version += 1
         return metrics
@@ -364,23 +365,6 @@ class MegatronPolicy:
         assert self._reference is not None
         for name, tensor in self._weights.local.items():
             tensor.data, self._reference[name] = self._reference[name], tensor.data
-
-
-def _contract_metrics(minibatch: Sequence[MicroBatch], results: Sequence[MicroResult], metrics: Metrics) -> Metrics:
-    """Of a step's first minibatch, whose weights are the old ones: how far its ratios are from 1, and what share is
-    clipped.
-    """
-    found: Metrics = {}
-    for batch, result in zip(minibatch, results, strict=True):
-        if batch.old_logprobs is not None:
-            gap = torch.where(batch.mask, result.logprobs - batch.old_logprobs, 0.0)
-            merge_into(found, {"contract/ratio_deviation": Max(torch.expm1(gap).abs().max())})
-    means = [metrics.get(name) for name in ("pg/clip_low", "pg/clip_high")]
-    clipped = [mean for mean in means if isinstance(mean, Mean)]
-    if clipped:
-        total = sum(mean.total for mean in clipped)
-        found["contract/clip_fraction"] = Mean(total, clipped[0].count)
-    return found
 
 
 def _own_routes(batch: MicroBatch) -> Routes:

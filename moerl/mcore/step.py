@@ -16,7 +16,7 @@ from moerl.mcore.model import score_tokens, unwrap
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import Observation, concat_layers
 from moerl.mcore.stages import StageExchange
-from moerl.metrics import Metrics
+from moerl.metrics import Max, Mean, Metrics, merge_into
 from moerl.types import MicroBatch
 
 Routes = tuple[Tensor | None, Tensor | None]
@@ -163,3 +163,20 @@ class StepRunner:
         for chunk in self._chunks:
             unwrap(chunk).routes.release()
         return results
+
+
+def contract_metrics(minibatch: Sequence[MicroBatch], results: Sequence[MicroResult], metrics: Metrics) -> Metrics:
+    """Of a step's first minibatch, whose weights are the old ones: how far its ratios are from 1, and what share is
+    clipped.
+    """
+    found: Metrics = {}
+    for batch, result in zip(minibatch, results, strict=True):
+        if batch.old_logprobs is not None:
+            gap = torch.where(batch.mask, result.logprobs - batch.old_logprobs, 0.0)
+            merge_into(found, {"contract/ratio_deviation": Max(torch.expm1(gap).abs().max())})
+    means = [metrics.get(name) for name in ("pg/clip_low", "pg/clip_high")]
+    clipped = [mean for mean in means if isinstance(mean, Mean)]
+    if clipped:
+        total = sum(mean.total for mean in clipped)
+        found["contract/clip_fraction"] = Mean(total, clipped[0].count)
+    return found
