@@ -25,7 +25,8 @@ def _changed(step: int, **values: Any) -> list[dict[str, Any]]:
 
 def test_equal_runs_are_equal_whatever_their_times() -> None:
     other = [
-        row | {"perf/update_seconds": 9.0, "perf/rollout_tokens_per_second": 5.0, "perf/sync_seconds": 1.0} for row in ROWS
+        row | {"perf/update_seconds": 9.0, "perf/rollout_tokens_per_second": 5.0, "perf/sync_seconds": 1.0}
+        for row in ROWS
     ]
     comparison = compare_rows(ROWS, reversed(other))
     assert comparison.is_equal

@@ -12,7 +12,10 @@ from moerl.data.rows import Row
 from moerl.errors import ConfigError, DataError
 
 WORDS = ["<pad>", "<eos>", "<user>", "<bot>", "\\boxed{", "}", *"0123456789+-=?, \nabc"]
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
 
 
 def make_folder(folder, *, template: str | None = TEMPLATE, eos="<eos>", generation=None):
@@ -86,9 +89,9 @@ def test_without_a_template(tmp_path):
 
 
 def test_refusals(chat, tmp_path):
-    with pytest.raises(ConfigError, match="data.prompt_format is 'html'; allowed: auto, chat, plain"):
+    with pytest.raises(ConfigError, match=r"data\.prompt_format is 'html'; allowed: auto, chat, plain"):
         chat.encode_prompt(row("1"), "html")
-    with pytest.raises(DataError, match="has messages, and data.prompt_format is plain"):
+    with pytest.raises(DataError, match=r"has messages, and data\.prompt_format is plain"):
         chat.encode_prompt(row([{"role": "user", "content": "1"}]), "plain")
     strict = "{{ raise_exception('no system role') }}"
     refusing = ChatTokenizer(make_folder(tmp_path / "strict", template=strict))
