@@ -1,4 +1,4 @@
-"""After a pass: what one pipeline stage knows goes to all of them. Collectives run here, never inside the schedule."""
+"""After a pass: what one pipeline stage knows, given to all. Collectives run here, never inside the schedule."""
 
 from __future__ import annotations
 
