@@ -235,7 +235,7 @@ def rewards(cfg: RunConfig) -> Iterator[str]:
     held_out = [item.name for item in cfg.evaluation.sets]
     if not nodes:
         if sampled or held_out:
-            yield "reward.rewards is empty; name at least one, such as [{name: math_verify}] or [{name: exact}]"
+            yield "reward.rewards is empty; name at least one, such as [{name: math_verify}] or [{name: exact_match}]"
         return
     known = {item.name for item in cfg.data.train} | set(held_out)
     covered: set[str] = set()

@@ -74,18 +74,18 @@ class ChatTokenizer:
             raise ConfigError(f"data.prompt_format is {prompt_format!r}; allowed: {', '.join(PROMPT_FORMATS)}")
         is_chat = prompt_format == "chat" or (prompt_format == "auto" and self.has_chat_template)
         if isinstance(row.prompt, str) and not is_chat:
-            ids = self._tokenizer.encode(row.prompt)
+            ids = self._encode(row.prompt, row.source)
             while ids and ids[-1] == self.eos_token_id:  # some tokenizers close every text; the answer is still to come
                 ids.pop()
         else:
-            ids = self._tokenizer.encode(self._apply_template(row, prompt_format), add_special_tokens=False)
+            ids = self._encode(self._apply_template(row, prompt_format), row.source, add_special_tokens=False)
         if not ids:
             raise DataError(f"{row.source}: the prompt has no tokens")
         return np.asarray(ids, dtype=np.int32)
 
     def encode_completion(self, text: str) -> np.ndarray:
         """Token ids [s] int32 of `text`, with the end token after it (once)."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self._encode(text, "a completion", add_special_tokens=False)
         if not ids or ids[-1] != self.eos_token_id:
             ids.append(self.eos_token_id)
         return np.asarray(ids, dtype=np.int32)
@@ -100,6 +100,14 @@ class ChatTokenizer:
     def token_text(self, token: int) -> str:
         """How one token is written, for people."""
         return str(self._tokenizer.convert_ids_to_tokens(int(token)))
+
+    def _encode(self, text: str, source: str, **options: Any) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, **options)
+        except Exception as error:  # noqa: BLE001  tokenizers raises the bare class where a word has no token
+            raise DataError(
+                f"{source}: the tokenizer of {self.folder} cannot encode {text[:60]!r} ({error})"
+            ) from error
 
     def _apply_template(self, row: Row, prompt_format: str) -> str:
         if prompt_format == "plain":
