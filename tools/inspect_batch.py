@@ -49,13 +49,19 @@ def _describe(batch: StepBatch, wanted: int | None, tokenizer: ChatTokenizer | N
     known = sorted({s for minibatch in batch.minibatches for micro in minibatch for s in micro.sample_ids})
     if wanted is not None and wanted not in known:
         raise DataError(f"the batch has no sample {wanted}; it has {', '.join(map(str, known))}")
-    shown = batch.minibatches if wanted is None else batch.minibatches[: batch.num_score_minibatches]
-    places = [(i, j, micro) for i, minibatch in enumerate(shown) for j, micro in enumerate(minibatch)]
-    for i, j, micro in places:
-        for n in (n for n, sample in enumerate(micro.sample_ids) if wanted in (None, sample)):
-            yield f"\nminibatch {i}, micro-batch {j}: {_title(micro, n)}"
-            yield HEADER
-            yield from _tokens(micro, n, tokenizer)
+    for i, j, micro in _micro_batches(batch, only_first_epoch=wanted is not None):
+        for n, sample in enumerate(micro.sample_ids):
+            if wanted in (None, sample):
+                yield f"\nminibatch {i}, micro-batch {j}: {_title(micro, n)}"
+                yield HEADER
+                yield from _tokens(micro, n, tokenizer)
+
+
+def _micro_batches(batch: StepBatch, *, only_first_epoch: bool) -> Iterator[tuple[int, int, MicroBatch]]:
+    count = batch.num_score_minibatches if only_first_epoch else len(batch.minibatches)
+    for i, minibatch in enumerate(batch.minibatches[:count]):
+        for j, micro in enumerate(minibatch):
+            yield i, j, micro
 
 
 def _title(micro: MicroBatch, n: int) -> str:

@@ -72,13 +72,14 @@ def judges(tmp_path_factory):
 def pool(judges):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("API_SECRET", "hunter2")
-        pool = SandboxPool(num_workers=1, timeout_seconds=1.0, memory_bytes=1_000_000_000)
+        pool = SandboxPool(num_workers=1, timeout_seconds=20.0, memory_bytes=1_000_000_000)
         yield pool
     pool.close()
 
 
-def evaluate(pool, text):
-    return pool.submit("hostile_judge:evaluate", {"text": text}).result(timeout=30)
+def evaluate(pool, text, timeout_seconds=None):
+    future = pool.submit("hostile_judge:evaluate", {"text": text}, timeout_seconds=timeout_seconds)
+    return future.result(timeout=60)
 
 
 def test_value_comes_back_from_a_fork_of_a_warmed_process(pool):
@@ -103,10 +104,9 @@ def test_deadline_does_not_count_the_wait_in_the_queue(pool):
 @pytest.mark.parametrize("text", ["10**10**8", "[0 for _ in iter(int, 1)]", "__import__('time').sleep(60)"])
 def test_what_does_not_end_is_killed_at_the_deadline(pool, text):
     start = time.monotonic()
-    verdict = evaluate(pool, text)
-    assert (verdict.value, verdict.error) == (None, "timeout")
-    assert "1 s" in verdict.text
-    assert 0.9 < time.monotonic() - start < 5.0
+    verdict = evaluate(pool, text, timeout_seconds=1.0)
+    assert (verdict.value, verdict.error, verdict.text) == (None, "timeout", "no verdict after 1 s")
+    assert 0.9 < time.monotonic() - start < 15.0
     assert evaluate(pool, "1 + 1").value == 2
 
 
@@ -238,7 +238,7 @@ def test_usable_from_threads_and_event_loops(pool):
 
 
 def test_lost_worker_is_replaced(judges):
-    pool = SandboxPool(1, 1.0, 1_000_000_000)
+    pool = SandboxPool(1, 20.0, 1_000_000_000)
     worker = pool.submit("hostile_judge:evaluate", {"text": "__import__('os').getppid()"}).result().value
     os.kill(worker, 9)
     time.sleep(0.2)
