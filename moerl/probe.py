@@ -25,7 +25,7 @@ class RouteProbe:
     """Fixed sequences and what the routers said of them at step 0 and at the last step."""
 
     def __init__(self, observe: Observe, pack: Pack) -> None:
-        """`observe` runs the learner forward only; `pack` makes micro-batches of samples."""
+        """`observe` runs the learner forward only; `pack` makes micro-batches of samples and keeps their ids."""
         self._observe = observe
         self._pack = pack
         self._samples: list[Sample] = []
@@ -75,8 +75,17 @@ class RouteProbe:
         )
 
     def _routes(self) -> RouterStats:
-        parts = self._observe(self._pack(self._samples))
-        return RouterStats(_cat([p.own_routes for p in parts]), _cat([p.log_probs for p in parts]))
+        """Token by token in the order of the samples, however they were packed: a resumed run may pack otherwise."""
+        micro_batches = self._pack(self._samples)
+        parts = self._observe(micro_batches)
+        order = torch.cat([_owners(micro) for micro in micro_batches]).argsort(stable=True)
+        return RouterStats(_cat([p.own_routes for p in parts])[order], _cat([p.log_probs for p in parts])[order])
+
+
+def _owners(micro: MicroBatch) -> Tensor:
+    """Sample id of every live token."""
+    ids = torch.tensor(micro.sample_ids, device=micro.mask.device)
+    return ids[micro.seq_ids[micro.mask]]
 
 
 def _cat(parts: Sequence[Tensor | None]) -> Tensor:
