@@ -6,6 +6,7 @@ It shares the objective with the learner (that is held to its own closed forms) 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,8 +37,10 @@ class GradientGap:
 
     @property
     def relative(self) -> float:
-        """Difference relative to the tensor's largest entry; 0 where both are 0."""
-        return self.difference / self.largest if self.largest else (float("inf") if self.difference else 0.0)
+        """Difference relative to the tensor's largest entry; 0 where both are 0, NaN where either gradient has one."""
+        if self.largest:  # NaN is true
+            return self.difference / self.largest
+        return math.inf if self.difference > 0 else self.difference
 
 
 def oracle_gradients(
@@ -92,19 +95,23 @@ def oracle_inputs(model: ReferenceModel, micro: MicroBatch, needs: frozenset[str
 
 
 def compare_gradients(oracle: Mapping[str, Tensor], learner: Mapping[str, Tensor]) -> list[GradientGap]:
-    """The gap of every tensor, the widest first.
+    """The gap of every tensor, those with a NaN first, then the widest.
 
     Raises:
-        DataError: the two do not have the same names.
+        DataError: the two do not have the same names and shapes.
     """
     if oracle.keys() != learner.keys():
         odd = sorted(oracle.keys() ^ learner.keys())
         raise DataError(f"oracle and learner have not the same tensors: {', '.join(odd[:5])}; is it the same model?")
-    gaps = [
-        GradientGap(name, float(grad.abs().max()), float((grad - learner[name]).abs().max()))
-        for name, grad in oracle.items()
-    ]
-    return sorted(gaps, key=lambda gap: -gap.relative)
+    gaps = []
+    for name, grad in oracle.items():
+        if grad.shape != learner[name].shape:
+            raise DataError(
+                f"the gradient of {name} is {[*grad.shape]} by the oracle and {[*learner[name].shape]} by the learner; "
+                "is it the same model?"
+            )
+        gaps.append(GradientGap(name, float(grad.abs().max()), float((grad - learner[name]).abs().max())))
+    return sorted(gaps, key=lambda gap: (not math.isnan(gap.relative), -gap.relative))
 
 
 def _replayed(micro: MicroBatch, routing: str) -> tuple[Tensor | None, Tensor | None]:
