@@ -60,9 +60,9 @@ class StepZeroContract:
         return {"contract/holds": float(not problems)}
 
     def _warn_beyond_band(self, values: Mapping[str, float]) -> None:
-        lowest = self.engine_precision if self.engine_precision != "fp32" else self.learner_precision
+        lowest = max(self.engine_precision, self.learner_precision, key=lambda name: EXPECTED_BAND.get(name, 0.0))
         band, seen = EXPECTED_BAND.get(lowest, 0.1), values.get("mm/logp_abs_max", 0.0)
-        if seen > band:
+        if not seen <= band:  # NaN too
             logger.warning(
                 "trainer and engine logprobs differ by up to %.3g at step 0; %s usually stays within %.3g",
                 seen,
