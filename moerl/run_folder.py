@@ -86,8 +86,13 @@ def lock(folder: Path) -> Iterator[None]:
     """Hold the run folder: two processes in one folder would tear each other's files. The lock dies with the process.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds it, or a file is in its place.
     """
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(
+                f"the run folder {folder} cannot be made, as {path} is a file; choose another run.output_dir or run.name"
+            )
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.parent / f".{folder.name}.lock"
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
