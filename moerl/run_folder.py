@@ -91,7 +91,8 @@ def lock(folder: Path) -> Iterator[None]:
     for path in (folder, *folder.parents):
         if path.exists() and not path.is_dir():
             raise ConfigError(
-                f"the run folder {folder} cannot be made, as {path} is a file; choose another run.output_dir or run.name"
+                f"the run folder {folder} cannot be made, as {path} is a file; choose another run.name or "
+                "run.output_dir"
             )
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.parent / f".{folder.name}.lock"
