@@ -46,11 +46,23 @@ def load_config(
     return _to_config(_merge(layers, assignments, preset) if preset else merged, str(path))
 
 
-def config_from_dict(values: Mapping[str, Any], source: str = "configuration") -> RunConfig:
-    """A `RunConfig` from nested plain values over the schema's defaults, as strict as `load_config`; no preset."""
+def config_from_dict(
+    values: Mapping[str, Any],
+    source: str = "configuration",
+    overrides: Sequence[str] = (),
+    *,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+) -> RunConfig:
+    """A `RunConfig` from nested plain values over the schema's defaults, as strict as `load_config`.
+
+    Without `presets`, `algorithm.preset` is a name and nothing more.
+    """
     layer = checked(dict(values), ROOT, "", source)
     _check_types(layer, source)
-    return _to_config(_merge([(layer, source)], [], {}), source)
+    layers, assignments = [(layer, source)], [_parse_override(text) for text in overrides]
+    merged = _merge(layers, assignments, {})
+    preset = _preset_values(merged, presets or {})
+    return _to_config(_merge(layers, assignments, preset) if preset else merged, source)
 
 
 def read_values(path: str | Path) -> Values:
