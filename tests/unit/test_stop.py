@@ -1,0 +1,84 @@
+"""StopSignal: the first signal only raises a flag, the second stops at once, and the old handlers come back."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from moerl.stop import StopSignal
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
+def current():
+    return [signal.getsignal(number) for number in SIGNALS]
+
+
+def test_without_a_signal_nothing_is_requested_and_the_handlers_come_back():
+    before = current()
+    with StopSignal() as stop:
+        assert current() != before
+        assert not stop.requested
+    assert current() == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_is_a_flag_and_a_message(number, caplog):
+    with StopSignal() as stop:
+        signal.raise_signal(number)
+        assert stop.requested
+    assert f"{number.name}: stopping after this step; once more stops at once" in caplog.text
+
+
+def raise_twice(first, second, reached):
+    with StopSignal():
+        signal.raise_signal(first)
+        reached.append("between")
+        signal.raise_signal(second)
+        reached.append("after")
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+@pytest.mark.parametrize("second", SIGNALS)
+def test_the_second_signal_stops_at_once_and_the_handlers_come_back(first, second):
+    before, reached = current(), []
+    with pytest.raises(KeyboardInterrupt):
+        raise_twice(first, second, reached)
+    assert reached == ["between"]
+    assert current() == before
+
+
+def test_an_error_inside_passes_through_and_the_handlers_come_back():
+    before = current()
+    with pytest.raises(ZeroDivisionError), StopSignal():
+        _ = 1 // 0
+    assert current() == before
+
+
+def test_each_use_starts_without_a_request():
+    with StopSignal():
+        signal.raise_signal(signal.SIGINT)
+    with StopSignal() as again:
+        assert not again.requested
+
+
+def test_a_process_that_is_told_to_end_finishes_what_it_does():
+    code = """
+import sys
+from moerl.stop import StopSignal
+with StopSignal() as stop:
+    print("ready", flush=True)
+    steps = 0
+    while not stop.requested:
+        steps += 1
+print("saved" if steps else "not started", flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert (out, process.returncode) == ("saved\n", 0)
