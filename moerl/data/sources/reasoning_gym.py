@@ -22,6 +22,7 @@ class ReasoningGymConfig:
     size: int = 500
     """Number of tasks."""
     seed: int = 0
+    """Task i is drawn from `seed + i`: seeds of two sets must be further apart than their sizes."""
     config: dict[str, Any] = field(default_factory=dict)
     """The generator's own settings, such as `{max_terms: 4}`."""
 
