@@ -115,6 +115,7 @@ def _policy(cfg: RunConfig) -> MegatronPolicy:
         routing=cfg.algorithm.routing,
         router_shift=cfg.algorithm.router_shift.enabled,
         needs_reference="ref_logprobs" in objective.needs,
+        gamma_min=cfg.algorithm.router_shift.gamma_min,
         num_steps=cfg.run.num_steps,
         seed=cfg.run.seed,
     )

@@ -6,17 +6,20 @@ whose dataclasses live beside their code.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moerl.algorithms.compose import composition_errors
+from moerl.algorithms.compose import composition_errors, value_errors, composition_warnings
 from moerl.algorithms.presets import PRESETS
-from moerl.config.load import load_config
+from moerl.config.load import as_dict, load_config
 from moerl.config.rules import check
 from moerl.config.schema import DatasetConfig, RunConfig
 from moerl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -28,6 +31,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     cfg = load_config(path, overrides, presets={name: preset.values for name, preset in PRESETS.items()})
     check(cfg, world_size=int(os.environ.get("WORLD_SIZE", "1")), extra_rules=[_algorithm_rules])
     check_plugins(cfg)
+    for warning in composition_warnings(as_dict(cfg)["algorithm"]):
+        logger.warning(warning)
     return cfg
 
 
@@ -48,7 +53,7 @@ def check_plugins(cfg: RunConfig) -> None:
 
 
 def _algorithm_rules(values: Mapping[str, Any]) -> list[str]:
-    return composition_errors(values["algorithm"])
+    return [*value_errors(values["algorithm"]), *composition_errors(values["algorithm"])]
 
 
 def _plugin_nodes(cfg: RunConfig) -> list[tuple[Any, Mapping[str, Any], str]]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from moerl.algorithms.compose import composition_warnings
-from moerl.config.load import as_dict, resolved_yaml
+from moerl.config.load import resolved_yaml
 from moerl.configure import load
 from moerl.errors import ConfigError
 
@@ -26,8 +25,6 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    for warning in composition_warnings(as_dict(cfg)["algorithm"]):
-        print(f"warning: {warning}", file=sys.stderr)
     print(resolved_yaml(cfg), end="")
     return 0
 
