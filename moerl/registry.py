@@ -76,7 +76,7 @@ class Registry(Generic[T]):
                 raise ConfigError(f"{self.kind} {name!r}: cannot import {module!r} ({error})") from error
         if short not in self._plugins:
             near = difflib.get_close_matches(short, self._plugins, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(f"no {self.kind} is called {name!r}{hint} Known: {', '.join(self.names())}")
         return self._plugins[short]
 
@@ -91,7 +91,10 @@ class Registry(Generic[T]):
         name = arguments.pop("name", None)
         if not isinstance(name, str):
             raise ConfigError(f"{where}: needs a name; known: {', '.join(self.names())}")
-        plugin = self.get(name)
+        try:
+            plugin = self.get(name)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
         return plugin, build_dataclass(plugin.config_class, arguments, where=f"{where} ({name})")
 
     def _scan(self) -> None:
