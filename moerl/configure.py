@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moerl.algorithms.compose import composition_errors, value_errors, composition_warnings
+from moerl.algorithms.compose import composition_errors, composition_warnings, value_errors
 from moerl.algorithms.presets import PRESETS
 from moerl.config.load import as_dict, load_config
 from moerl.config.rules import check

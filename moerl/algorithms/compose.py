@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from moerl.config.choices import choice_fault
 from moerl.config.schema import AlgorithmSection
 
 TRUST_FORMS: Mapping[str, str] = {
@@ -93,20 +95,17 @@ def composition_errors(values: Mapping[str, Any]) -> list[str]:
 
 
 def value_errors(values: Mapping[str, Any]) -> list[str]:
-    """Single values that do not exist or are out of bounds; the configuration checks them too, with nearer hints."""
+    """Single values that do not exist, with the nearest word, or are out of bounds."""
     axes = _Axes(values)
-    found = [
-        f"algorithm.{path} is {axes[path]!r}, but must be one of {', '.join(allowed)}"
-        for path, allowed in CHOICES.items()
-        if axes[path] not in allowed
-    ]
+    faults = (choice_fault(f"algorithm.{path}", axes[path], allowed) for path, allowed in CHOICES.items())
+    found = [fault for fault in faults if fault is not None]
     if axes["advantage.std_ddof"] not in (0, 1):
         found.append(f"algorithm.advantage.std_ddof is {axes['advantage.std_ddof']!r}, but must be 0 or 1")
     if not 0 < axes["router_shift.gamma_min"] <= 1:
         found.append(f"algorithm.router_shift.gamma_min is {axes['router_shift.gamma_min']!r}, but must be in (0, 1]")
     for path in ("advantage.eps", "kl.coefficient", "entropy.coefficient"):
-        if not axes[path] >= 0:
-            found.append(f"algorithm.{path} is {axes[path]!r}, but must be at least 0")
+        if not 0 <= axes[path] < math.inf:
+            found.append(f"algorithm.{path} is {axes[path]!r}, but must be a finite number of at least 0")
     return found
 
 
