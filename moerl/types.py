@@ -185,6 +185,11 @@ class Sample:
     routed_experts: ArrayRef | None = None
     has_route: np.ndarray | None = None
     support: Support | None = None
+    components: np.ndarray | None = None
+    """[c] float64: reward components as the credit rule saw them, NaN where the sample is in no statistic; what credit
+    after the score pass is made of."""
+    shaping: float = 0.0
+    """Part of `reward` that is shaping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +268,8 @@ class MicroBatch:
     """[t] float32, filled by the score pass."""
     ref_logprobs: Tensor | None = None
     """[t] float32, filled by the score pass."""
+    old_entropy: Tensor | None = None
+    """[t] float32, filled by the score pass where it is needed."""
     old_routes: Tensor | None = None
     """[t, l, k] int64: the router's own top-k at the weights of the score pass (not shifted), whatever was replayed."""
     old_router_logprobs: Tensor | None = None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moerl.algorithms.checks import check_tokens
 from moerl.algorithms.registries import aggregations
+from moerl.config.schema import AlgorithmSection
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,29 @@ def sequence_weights(node: Mapping[str, Any], lengths: Tensor, group_ids: Tensor
     live = lengths > 0
     seen = Lengths(lengths.to(torch.float64).clamp(min=1.0), live, group_ids)
     return torch.where(live, plugin.target(seen, cfg), 0.0)
+
+
+SAME = "same"
+"""Name of a term's aggregation that is the policy term's."""
+
+
+def term_weights(cfg: AlgorithmSection, lengths: Tensor, group_ids: Tensor, task_rewards: Tensor) -> dict[str, Tensor]:
+    """v_i [n] float64 of the terms that have weights of their own: `nll`, over good answers alone, and those set apart.
+
+    Args:
+        cfg: the algorithm section.
+        lengths: [n] int64, live tokens of each sequence of the minibatch.
+        group_ids: [n] int64.
+        task_rewards: [n], before shaping: what makes an answer good.
+    """
+    terms = cfg.term_aggregation
+    nodes = {"kl": terms.kl, "entropy": terms.entropy, "value": terms.value}
+    weights = {name: sequence_weights(node, lengths, group_ids) for name, node in nodes.items() if node["name"] != SAME}
+    if cfg.positive_nll.coefficient:
+        node = cfg.aggregation if terms.nll["name"] == SAME else terms.nll
+        good = torch.where(task_rewards > cfg.positive_nll.threshold, lengths, 0)
+        weights["nll"] = sequence_weights(node, good, group_ids)
+    return weights
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,19 @@ class TokenCorrection:
 
 
 @dataclass(frozen=True)
-class CorrectionConfig:
+class RejectionConfig:
+    """Arguments of every correction that can reject."""
+
+    rejected: str = "keep_denominator"
+    """`keep_denominator`: a rejected token only loses its own term; `remove`: baselines and weights are those of a
+    batch without it."""
+
+    def __post_init__(self) -> None:
+        check_choice("correction.rejected", self.rejected, ("keep_denominator", "remove"))
+
+
+@dataclass(frozen=True)
+class CorrectionConfig(RejectionConfig):
     """Arguments of every correction that weighs."""
 
     batch_normalize: bool = False
@@ -44,6 +56,7 @@ class TokenWeightConfig(CorrectionConfig):
     """`geo_mean`: one weight per sequence, the geometric mean of its token weights (for level geo_clip)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("correction.w_reduce", self.w_reduce, ("none", "geo_mean"))
 
 

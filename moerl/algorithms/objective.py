@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +15,20 @@ from moerl.algorithms import kl as kl_estimators
 from moerl.algorithms.compose import composition_errors, value_errors
 from moerl.algorithms.mismatch import TokenCorrection
 from moerl.algorithms.ratio import LEVELS, LOG_RATIO_LIMIT, clamp_log_ratio
-from moerl.algorithms.registries import corrections, trust_regions
+from moerl.algorithms.registries import corrections, objectives, token_weights, trust_regions
 from moerl.algorithms.sanitise import CleanInputs, sanitise
 from moerl.algorithms.segments import masked_seq_sum, per_sequence
-from moerl.algorithms.types import OPTIONAL_FIELDS, LossInputs, TokenLoss
-from moerl.config.schema import AlgorithmSection, KLSection, RouterShiftSection
+from moerl.algorithms.types import (
+    CORRECTION_MEAN,
+    ENTROPY_COEFFICIENT,
+    KL_COEFFICIENT,
+    OPTIONAL_FIELDS,
+    LossInputs,
+    TokenLoss,
+)
+from moerl.config.schema import AlgorithmSection, EntropySection, KLSection, RouterShiftSection
 from moerl.errors import ConfigError
 from moerl.metrics import Max, Mean, Metrics
-
-CORRECTION_MEAN = "correction_mean"
-"""Key of `LossInputs.constants`: mean correction weight over the minibatch's kept tokens (`batch_normalize`)."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,10 @@ class PolicyTerm:
     is_normalized: bool
     """Divide correction weights by their minibatch mean."""
     router_shift: RouterShiftSection
+    weigh: Callable[[LossInputs], Tensor] | None
+    """Token weights [t], detached; None where every token counts alike."""
+    replacement: Callable[[LossInputs], TokenLoss] | None
+    """An objective that takes the place of all of the above."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ class Objective:
 
     policy: PolicyTerm
     kl: KLSection
-    entropy_coefficient: float
+    entropy: EntropySection
+    nll_coefficient: float
     needs: frozenset[str]
     """Optional fields of `LossInputs` that must be filled."""
     reads_rollout_logprobs: bool
@@ -58,7 +68,7 @@ class Objective:
     constant_advantage: bool
     """The advantage must be the same on all tokens of a sequence."""
     needs_constants: frozenset[str]
-    """Keys of `LossInputs.constants` that must be filled; see `correction_mean`."""
+    """Keys of `LossInputs.constants` that must be filled over the whole minibatch."""
 
     def __call__(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         """Loss (0-dim, float32 or wider, with gradient even where nothing is live) and metrics of one micro-batch."""
@@ -74,21 +84,35 @@ class Objective:
         if self.kl.place == "loss":
             value = self._kl(clean.inputs)
             # Off-policy corrections never touch the KL; only a token without a finite logprob drops out.
-            losses = losses + self.kl.coefficient * clean.inputs.weights.kl * torch.where(clean.live, value, 0)
+            coefficient = self.kl.coefficient if self.kl.target is None else x.constants[KL_COEFFICIENT]
+            losses = losses + coefficient * clean.inputs.weights.kl * torch.where(clean.live, value, 0)
             metrics["kl/ref"] = _token_mean(value, clean.live)
-        if self.entropy_coefficient:
+        if _has_entropy_loss(self.entropy):
+            coefficient = self.entropy.coefficient if self.entropy.target is None else x.constants[ENTROPY_COEFFICIENT]
             entropy = torch.where(clean.live, clean.inputs.entropy, 0)
-            losses = losses - self.entropy_coefficient * clean.inputs.weights.entropy * entropy
+            losses = losses - coefficient * clean.inputs.weights.entropy * entropy
+        if self.nll_coefficient:
+            surprise = torch.where(clean.live, -clean.inputs.logprobs, 0)
+            losses = losses + self.nll_coefficient * clean.inputs.weights.nll * surprise
+            metrics["pg/positive_nll"] = _token_mean(surprise, clean.live & (clean.inputs.weights.nll > 0))
         return losses, metrics
+
+    def correct(self, x: LossInputs) -> tuple[TokenCorrection, Tensor]:
+        """The correction at `x`, and which tokens [t] bool may be trained on at all: live, and all they need finite."""
+        clean = sanitise(x, reads_rollout_logprobs=self.reads_rollout_logprobs)
+        return self.policy.correct(clean.inputs, self.policy.correction_config), clean.inputs.mask
 
     def correction_mean(self, x: LossInputs) -> Mean:
         """This micro-batch's part of the constant `correction_mean`; merge over micro-batches and ranks."""
-        clean = sanitise(x, reads_rollout_logprobs=self.reads_rollout_logprobs)
-        corrected = self.policy.correct(clean.inputs, self.policy.correction_config)
-        return _token_mean(corrected.weight, clean.inputs.mask & corrected.keep)
+        corrected, usable = self.correct(x)
+        return _token_mean(corrected.weight, usable & corrected.keep)
 
     def _policy_losses(self, clean: CleanInputs) -> tuple[Tensor, Metrics]:
         term, x = self.policy, clean.inputs
+        if term.replacement is not None:
+            token = term.replacement(x)
+            seen = {name: _token_mean(values, clean.live) for name, values in token.metrics.items()}
+            return x.weights.policy * torch.where(x.mask, token.loss, 0), seen
         x, shift = self._split_router_shift(x)
         corrected = term.correct(x, term.correction_config)
         weight = corrected.weight
@@ -102,6 +126,8 @@ class Objective:
         if term.weight_inside:
             raw = raw + masked_seq_sum(weight.log(), x.mask, x.seq_ids, x.num_seqs)
             weight = torch.ones_like(weight)
+        if term.weigh is not None:
+            weight = weight * term.weigh(x).detach()
         log_ratio = clamp_log_ratio(raw)
         token = term.trust(log_ratio, x, term.trust_config)
         kept = x.mask & corrected.keep
@@ -139,12 +165,15 @@ def build_objective(cfg: AlgorithmSection) -> Objective:
         raise ConfigError("\n".join(errors))
     trust, trust_config = trust_regions.resolve(cfg.trust, where="algorithm.trust")
     correction, correction_config = corrections.resolve(cfg.correction, where="algorithm.correction")
+    weight, weight_config = token_weights.resolve(cfg.token_weight, where="algorithm.token_weight")
+    replacing, replacing_config = objectives.resolve(cfg.objective, where="algorithm.objective")
     form = trust.traits["form"]
     if form not in (cfg.form, "any"):
         raise ConfigError(
             f"algorithm.form is {cfg.form!r} but algorithm.trust {trust.name!r} has only the form {form!r}"
         )
-    is_normalized = bool(vars(correction_config).get("batch_normalize", False))
+    replaces = bool(replacing.traits["replaces"])
+    is_normalized = bool(vars(correction_config).get("batch_normalize", False)) and not replaces
     term = PolicyTerm(
         anchor=cfg.anchor,
         level=cfg.level,
@@ -156,32 +185,57 @@ def build_objective(cfg: AlgorithmSection) -> Objective:
         has_correction=correction.name != "none",
         is_normalized=is_normalized,
         router_shift=cfg.router_shift,
+        weigh=None if weight.name == "one" else partial(weight.target, cfg=weight_config),
+        replacement=partial(replacing.target, cfg=replacing_config) if replaces else None,
     )
-    needs = trust.needs | correction.needs | _own_needs(cfg)
+    axes = replacing.needs if replaces else trust.needs | correction.needs | weight.needs | _ratio_needs(cfg)
+    needs = axes | _regulariser_needs(cfg)
+    constants = _constants(cfg, () if replaces else weight.traits.get("constants", ()), is_normalized=is_normalized)
     return Objective(
         policy=term,
         kl=cfg.kl,
-        entropy_coefficient=cfg.entropy.coefficient if cfg.entropy.place == "loss" else 0.0,
+        entropy=cfg.entropy,
+        nll_coefficient=cfg.positive_nll.coefficient,
         needs=needs & OPTIONAL_FIELDS,
         reads_rollout_logprobs="rollout_logprobs" in needs,
-        constant_advantage=LEVELS[cfg.level].constant_advantage,
-        needs_constants=frozenset({CORRECTION_MEAN} if is_normalized else ()),
+        constant_advantage=LEVELS[cfg.level].constant_advantage and not replaces,
+        needs_constants=constants,
     )
 
 
-def _own_needs(cfg: AlgorithmSection) -> frozenset[str]:
+def _constants(cfg: AlgorithmSection, of_weight: Sequence[str], *, is_normalized: bool) -> frozenset[str]:
+    keys = set(of_weight)
+    if is_normalized:
+        keys.add(CORRECTION_MEAN)
+    if cfg.kl.place == "loss" and cfg.kl.target is not None:
+        keys.add(KL_COEFFICIENT)
+    if _has_entropy_loss(cfg.entropy) and cfg.entropy.target is not None:
+        keys.add(ENTROPY_COEFFICIENT)
+    return frozenset(keys)
+
+
+def _ratio_needs(cfg: AlgorithmSection) -> frozenset[str]:
     needs: set[str] = set()
     if cfg.level != "none":
         needs.add("old_logprobs" if cfg.anchor == "old" else "rollout_logprobs")
     if cfg.router_shift.enabled:
         needs.add("router_shift")
+    return frozenset(needs)
+
+
+def _regulariser_needs(cfg: AlgorithmSection) -> frozenset[str]:
+    needs: set[str] = set()
     if cfg.kl.place == "loss":
         needs.add("ref_logprobs")
         if cfg.kl.importance:
             needs.add("old_logprobs")
-    if cfg.entropy.place == "loss" and cfg.entropy.coefficient:
+    if _has_entropy_loss(cfg.entropy):
         needs.add("entropy")
     return frozenset(needs)
+
+
+def _has_entropy_loss(entropy: EntropySection) -> bool:
+    return entropy.place == "loss" and bool(entropy.coefficient or entropy.target is not None)
 
 
 def _with_router_shift(x: LossInputs, gamma: Tensor) -> LossInputs:

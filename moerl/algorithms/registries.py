@@ -18,10 +18,23 @@ advantage_transforms: Registry = Registry("advantage transform", "moerl.algorith
 """`(table: RewardTable, cfg) -> [n] float64`."""
 
 advantage_posts: Registry = Registry("advantage post", "moerl.algorithms.advantage.post")
-"""`(advantages [n] float64, scored [n] bool, cfg) -> [n] float64`."""
+"""`(advantages [n] float64, scored [n] bool, cfg) -> [n] float64`; one with trait `acts_on="tokens"` is
+`(advantages [m] float64, cfg) -> [m]` over the live tokens of the step, after the score pass."""
+
+token_weights: Registry = Registry("token weight", "moerl.algorithms.token_weight")
+"""`(x: LossInputs, cfg) -> [t]`, detached: multiplies the policy term."""
+
+schedules: Registry = Registry("update schedule", "moerl.algorithms.schedule")
+"""`(old_logprobs [t], cfg) -> [t] int64`: in which optimizer update of its minibatch a token trains; trait `updates`:
+how many there are."""
+
+objectives: Registry = Registry("objective", "moerl.algorithms.objectives")
+"""`(x: LossInputs, cfg) -> TokenLoss` in place of the policy term; trait `replaces`: False for the policy gradient."""
 
 shapings: Registry = Registry("shaping", "moerl.algorithms.shaping")
 """`(group: RolloutGroup, cfg) -> [g] float64`: what is added to the reward of each trajectory."""
 
 filters: Registry = Registry("filter", "moerl.algorithms.filters")
-"""Trait `acts_on`: `group`, `(RolloutGroup, cfg) -> reason | None`; or `sample`, `(Trajectory, cfg) -> keep`."""
+"""By trait `acts_on`: `group`, `(RolloutGroup, cfg) -> reason to drop it | None`; `sample`, `(Trajectory, cfg) -> keep`;
+`members`, `(RolloutGroup, cfg) -> [g] bool, keep`; `prompt`, `(PassRate, step, cfg) -> sample it`, before the
+rollout; `rollout`, `(RolloutGroup, cfg) -> [g] bool, sample it anew`."""

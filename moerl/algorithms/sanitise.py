@@ -14,6 +14,9 @@ from moerl.metrics import Metrics, Sum
 from moerl.types import TokenWeights
 
 _PREFIXED = ("old_logprobs", "ref_logprobs")
+_CONSTANTS = ("old_entropy", "old_values", "returns")
+_WITH_GRADIENT = ("entropy", "values")
+_TOPK = ("topk_logprobs", "rollout_topk")
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class CleanInputs:
     """Inputs in which every token may be computed with."""
 
     inputs: LossInputs
-    """Detached but for `logprobs` and `entropy`; `mask`: where the policy term and sequence statistics may look."""
+    """Detached but for `logprobs`, `entropy` and `values`; `mask`: where the policy term and sequence statistics may look."""
     live: Tensor
     """[t] bool: tokens that train, wider than `inputs.mask` by those whose rollout logprob alone is unusable."""
     metrics: Metrics
@@ -53,8 +56,14 @@ def sanitise(x: LossInputs, *, reads_rollout_logprobs: bool) -> CleanInputs:
     }
     if "router_shift" in x.optional:
         optional = {**optional, "router_shift": constant(x.optional["router_shift"], live, 1)}
-    if "entropy" in x.optional:
-        optional = {**optional, "entropy": torch.where(live, x.optional["entropy"].to(dtype), 0)}
+    for name in x.optional:
+        values = x.optional[name]
+        if name in _CONSTANTS:
+            optional = {**optional, name: constant(values, live, 0)}
+        elif name in _WITH_GRADIENT:
+            optional = {**optional, name: torch.where(live, values.to(dtype), 0)}
+        elif name in _TOPK:
+            optional = {**optional, name: constant(values, live.unsqueeze(-1), -torch.inf)}
     inputs = dataclasses.replace(
         x,
         logprobs=logprobs,

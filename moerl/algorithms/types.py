@@ -15,15 +15,36 @@ OPTIONAL_FIELDS = frozenset(
         "old_logprobs",
         "ref_logprobs",
         "entropy",
+        "old_entropy",
         "router_shift",
         "values",
         "old_values",
         "returns",
         "rewards",
         "group_ids",
+        "topk_logprobs",
+        "rollout_topk",
     }
 )
-"""Fields that are there only if some part of the objective declared them in its `needs`."""
+"""Fields that are there only if some part of the objective declared them in its `needs`.
+
+`old_logprobs`, `ref_logprobs`, `entropy`, `old_entropy`, `router_shift`, `values`, `old_values`, `returns`: [t] float;
+index j of the three of the critic speaks of the state before token j. `rewards`, `group_ids`: [n].
+`topk_logprobs`, `rollout_topk`: [t, k + 1] float, the current and the rollout policy on the rollout's k likeliest
+tokens and the sampled one; -inf in both where the sampled token is among the k.
+"""
+
+OLD_PASS = "old_pass"
+"""Asks `Policy.score` for old logprobs even where the first minibatch would give the same ones."""
+
+CORRECTION_MEAN = "correction_mean"
+"""Key of `LossInputs.constants`: mean correction weight over the minibatch's kept tokens (`batch_normalize`)."""
+ENTROPY_THRESHOLD = "entropy_threshold"
+"""Key of `LossInputs.constants`: smallest old entropy among the tokens that `top_entropy` trains."""
+KL_COEFFICIENT = "kl_coefficient"
+"""Key of `LossInputs.constants`: the adaptive coefficient of the KL in the loss."""
+ENTROPY_COEFFICIENT = "entropy_coefficient"
+"""Key of `LossInputs.constants`: the adaptive coefficient of the entropy in the loss."""
 
 
 @dataclass(frozen=True)

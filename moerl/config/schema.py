@@ -155,7 +155,8 @@ class AdvantageSection:
     """A = post(transform((R - center) / (scale + eps))); ALGORITHMS.md of the project, section on advantages."""
 
     center: str = "group_mean"
-    """`none`, `group_mean`, `group_loo`, `batch_mean`."""
+    """`none`, `group_mean`, `group_loo`, `batch_mean`, `history` (DCPO's statistics of the prompt, with transform
+    `sas`)."""
     scale: str = "group_std"
     """`none`, `group_std`, `batch_std_raw`, `batch_std_centered`."""
     std_ddof: int = 0
@@ -171,10 +172,13 @@ class KLSection:
     """KL to the frozen reference policy."""
 
     place: str = "none"
-    """`none` or `loss`."""
+    """`none`, `loss`, or `reward`: -coefficient * k1 at the old policy is part of each token's reward where the
+    advantage has neither center nor scale, and of the answer's reward elsewhere."""
     estimator: str = "k3"
-    """`k1`, `k2`, `k3`."""
+    """`k1`, `k2`, `k3`; only k1 in the reward."""
     coefficient: float = 0.0
+    target: float | None = None
+    """Adapt the coefficient after every step by 1 + 0.1 clip(KL / target - 1, -0.2, 0.2); None holds it."""
     importance: bool = False
     """Multiply by the token ratio (DeepSeek-V3.2's unbiased estimator)."""
     straight_through: bool = False
@@ -186,8 +190,33 @@ class EntropySection:
     """Entropy bonus."""
 
     place: str = "none"
-    """`none` or `loss`."""
+    """`none`, `loss`, or `reward`: coefficient * entropy of the old policy, detached, is part of each token's
+    advantage."""
     coefficient: float = 0.0
+    target: float | None = None
+    """Skywork-OR1's control (arXiv 2505.22312): after every step the coefficient moves by `step`, up where the entropy
+    is at most `target`; it is applied only while it is. None holds the coefficient."""
+    step: float = 0.005
+
+
+@dataclass
+class PositiveNLLSection:
+    """Mean negative logprob of the minibatch's good answers (VAPO, arXiv 2504.05118)."""
+
+    coefficient: float = 0.0
+    threshold: float = 0.0
+    """Task rewards above it are good."""
+
+
+@dataclass
+class TermAggregationSection:
+    """Aggregation of the other terms of the loss; `same` as `algorithm.aggregation`."""
+
+    kl: dict[str, Any] = plugin("aggregation", "same")
+    entropy: dict[str, Any] = plugin("aggregation", "same")
+    value: dict[str, Any] = plugin("aggregation", "same")
+    nll: dict[str, Any] = plugin("aggregation", "token_mean")
+    """Over the good answers alone."""
 
 
 @dataclass
@@ -205,6 +234,8 @@ class AlgorithmSection:
     """The objective as a point of one space; `preset` fills the axes, every one of which can be overridden."""
 
     preset: str | None = None
+    objective: dict[str, Any] = plugin("objective", "policy_gradient")
+    """`policy_gradient`, or what replaces it: `group_dpo`."""
     advantage: AdvantageSection = field(default_factory=AdvantageSection)
     anchor: str = "old"
     """Policy in the denominator of the ratio: `old` or `rollout`."""
@@ -214,12 +245,17 @@ class AlgorithmSection:
     """`ratio`: gradient through the ratio; `score`: detached weight times A times logprob."""
     trust: dict[str, Any] = plugin("trust region", "clip")
     aggregation: dict[str, Any] = plugin("aggregation", "seq_mean_token_mean")
+    term_aggregation: TermAggregationSection = field(default_factory=TermAggregationSection)
+    token_weight: dict[str, Any] = plugin("token weight", "one")
+    schedule: dict[str, Any] = plugin("update schedule", "joint")
+    """`joint`: one optimizer step per minibatch; `lopti`: rare tokens first, then the others."""
     correction: dict[str, Any] = plugin("correction", "none")
     routing: str = "none"
     """`none`, `R2`, `R3`, `frozen_router`, `frozen_router_bias`."""
     router_shift: RouterShiftSection = field(default_factory=RouterShiftSection)
     kl: KLSection = field(default_factory=KLSection)
     entropy: EntropySection = field(default_factory=EntropySection)
+    positive_nll: PositiveNLLSection = field(default_factory=PositiveNLLSection)
     shaping: list[dict[str, Any]] = plugins("shaping")
     filters: list[dict[str, Any]] = plugins("filter")
     refill_rounds: int = 0

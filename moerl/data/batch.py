@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,6 +10,10 @@ from torch import Tensor
 
 from moerl.errors import DataError
 from moerl.types import MicroBatch, PackedSupport, PackPlan, Sample, StepBatch, TokenWeights
+
+TermWeigh = Callable[[np.ndarray, np.ndarray, np.ndarray], Mapping[str, np.ndarray]]
+"""(live lengths [n] int64, group ids [n] int64, task rewards [n] float64) of one minibatch, all ranks -> weights [n] of
+the terms of `TokenWeights` that have their own."""
 
 Weigh = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(live lengths [n] int64, group ids [n] int64) of one minibatch, all ranks -> weight of each live token [n]
@@ -24,6 +28,7 @@ def build_step_batch(
     weigh: Weigh,
     device: torch.device | str,
     policy_version: int,
+    weigh_terms: TermWeigh | None = None,
 ) -> StepBatch:
     """Tensors of `dp_rank`'s share of `plan`; `samples[i]` has `sample_id` i. Only this rank's routes are opened.
 
@@ -35,6 +40,7 @@ def build_step_batch(
         _check(sample, position)
     live = np.array([int(s.loss_mask.sum()) for s in samples], dtype=np.int64)
     groups = np.array([s.group_id for s in samples], dtype=np.int64)
+    tasks = np.array([s.reward - s.shaping for s in samples], dtype=np.float64)
     minibatches = []
     num_score = 0
     unseen = set(range(len(samples)))
@@ -43,8 +49,10 @@ def build_step_batch(
         if unseen:
             num_score = index + 1
             unseen.difference_update(members.tolist())
-        shares = np.zeros(len(samples), dtype=np.float64)
-        shares[members] = weigh(live[members], groups[members])
+        own = {"policy": weigh(live[members], groups[members])}
+        if weigh_terms is not None:
+            own.update(weigh_terms(live[members], groups[members], tasks[members]))
+        shares = {term: _spread(values, members, len(samples)) for term, values in own.items()}
         minibatches.append(tuple(_pack([samples[i] for i in micro], shares, device) for micro in ranks[dp_rank]))
     if unseen:
         raise DataError(f"the plan leaves out samples {sorted(unseen)[:10]}; it was made for another step")
@@ -56,6 +64,25 @@ def build_step_batch(
         num_tokens=sum(len(s.token_ids) for s in samples),
         num_live_tokens=int(live.sum()),
     )
+
+
+def token_weights(
+    shares: Mapping[str, np.ndarray], sample_ids: Sequence[int], lengths: np.ndarray, mask: np.ndarray
+) -> dict[str, np.ndarray]:
+    """[t] float64 of every term: `shares` [term] -> [samples], spread over the live tokens of a pack."""
+    return {term: np.repeat(values[list(sample_ids)], lengths) * mask for term, values in shares.items()}
+
+
+def as_token_weights(arrays: Mapping[str, Tensor]) -> TokenWeights:
+    """Terms that have no tensor of their own share the policy's."""
+    policy = arrays["policy"]
+    return TokenWeights(policy, *(arrays.get(term, policy) for term in ("kl", "entropy", "value", "nll")))
+
+
+def _spread(values: np.ndarray, members: np.ndarray, count: int) -> np.ndarray:
+    shares = np.zeros(count, dtype=np.float64)
+    shares[members] = values
+    return shares
 
 
 def _check(sample: Sample, position: int) -> None:
@@ -87,11 +114,11 @@ def _check(sample: Sample, position: int) -> None:
         raise DataError(f"{name}: temperature is {sample.temperature}; training needs one above 0")
 
 
-def _pack(samples: Sequence[Sample], shares: np.ndarray, device: torch.device | str) -> MicroBatch:
+def _pack(samples: Sequence[Sample], shares: Mapping[str, np.ndarray], device: torch.device | str) -> MicroBatch:
     lengths = np.array([len(s.token_ids) for s in samples], dtype=np.int64)
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     mask = np.concatenate([s.loss_mask for s in samples]).astype(bool)
-    weight = np.repeat(shares[[s.sample_id for s in samples]], lengths) * mask
+    weights = token_weights(shares, [s.sample_id for s in samples], lengths, mask)
     routes, has_route = _routes(samples)
 
     def put(values: np.ndarray, dtype: torch.dtype) -> Tensor:
@@ -109,7 +136,7 @@ def _pack(samples: Sequence[Sample], shares: np.ndarray, device: torch.device | 
         rollout_logprobs=put(np.concatenate([s.rollout_logprobs for s in samples]), torch.float32),
         advantages=put(np.concatenate([s.advantages for s in samples]), torch.float32),
         temperature=put(np.repeat([float(s.temperature) for s in samples], lengths), torch.float32),
-        weights=TokenWeights.shared(put(weight, torch.float32)),
+        weights=as_token_weights({term: put(values, torch.float32) for term, values in weights.items()}),
         routes=None if routes is None else put(routes, torch.int64),
         has_route=None if has_route is None else put(has_route, torch.bool),
         support=_support(samples, put),

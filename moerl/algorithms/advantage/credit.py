@@ -16,7 +16,7 @@ def group_advantages(cfg: AdvantageSection, x: CreditInputs) -> tuple[Tensor, Me
     """One advantage per row, [n] float64, detached; rows and group labels in any order.
 
     A row whose reward is NaN is out of every statistic and gets 0. A group without spread gets exact zeros wherever
-    the center or the scale is of the group.
+    the center or the scale is of the group. A `post` that acts on tokens is left to the token credit.
 
     Raises:
         ConfigError: an unknown transform or post, or one of its arguments.
@@ -24,7 +24,9 @@ def group_advantages(cfg: AdvantageSection, x: CreditInputs) -> tuple[Tensor, Me
     table = RewardTable.build(cfg, x)
     transform, transform_cfg = advantage_transforms.resolve(cfg.transform, where="algorithm.advantage.transform")
     post, post_cfg = advantage_posts.resolve(cfg.post, where="algorithm.advantage.post")
-    advantages = post.target(transform.target(table, transform_cfg), table.scored, post_cfg)
+    advantages = transform.target(table, transform_cfg)
+    if post.traits.get("acts_on") != "tokens":
+        advantages = post.target(advantages, table.scored, post_cfg)
     advantages = torch.where(table.scored, advantages, 0.0)
     return advantages, _metrics(table, advantages)
 

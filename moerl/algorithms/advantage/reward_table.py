@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +34,10 @@ class RewardTable:
     groups: Tensor
     """[n] int64 in 0..num_groups-1."""
     num_groups: int
+    prompt_ids: tuple[str, ...]
+    """[n]."""
+    state: Mapping[str, Any]
+    """Of rules that keep any."""
 
     @classmethod
     def build(cls, settings: AdvantageSection, x: CreditInputs) -> RewardTable:
@@ -49,6 +55,8 @@ class RewardTable:
             scored,
             groups,
             len(labels),
+            x.prompt_ids,
+            x.state,
         )
 
     @property
@@ -92,7 +100,7 @@ class RewardTable:
 
     def _centred(self, values: Tensor) -> Tensor:
         center = self.settings.center
-        if center == "none":
+        if center in ("none", "history"):
             return values
         if center == "batch_mean":
             return values - self.batch_mean(values)

@@ -18,6 +18,7 @@ class IcepopConfig(CorrectionConfig):
     max: float = 5.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("correction.min", self.min, 0.0)
         check_above("correction.max", self.max, self.min)
 

@@ -30,6 +30,7 @@ class MisConfig(CorrectionConfig):
     """`ratio`: u inside the band; `one`: pure rejection (a survey's form)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_level(self.level)
         check_choice("correction.weight", self.weight, ("ratio", "one"))
         check_range("correction.min", self.min, 0.0)

@@ -7,19 +7,20 @@ from dataclasses import dataclass
 import torch
 
 from moerl.algorithms.checks import check_range
-from moerl.algorithms.mismatch import TokenCorrection
+from moerl.algorithms.mismatch import RejectionConfig, TokenCorrection
 from moerl.algorithms.registries import corrections
 from moerl.algorithms.segments import masked_seq_mean
 from moerl.algorithms.types import LossInputs
 
 
 @dataclass(frozen=True)
-class OpsmConfig:
+class OpsmConfig(RejectionConfig):
     """Bound of the mean rollout-to-current log-ratio."""
 
     delta: float = 0.5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("correction.delta", self.delta, 0.0)
 
 

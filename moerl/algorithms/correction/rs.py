@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.checks import check_above, check_choice, check_range
-from moerl.algorithms.mismatch import MISMATCH_NEEDS, TokenCorrection, log_mismatch
+from moerl.algorithms.mismatch import MISMATCH_NEEDS, RejectionConfig, TokenCorrection, log_mismatch
 from moerl.algorithms.registries import corrections
 from moerl.algorithms.segments import masked_seq_max, masked_seq_mean, masked_seq_sum
 from moerl.algorithms.types import LossInputs
 
 
 @dataclass(frozen=True)
-class RsConfig:
+class RsConfig(RejectionConfig):
     """Which statistic, and its bound."""
 
     stat: str = "seq_mean"
@@ -27,6 +27,7 @@ class RsConfig:
     max_ratio: float = 2.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("correction.stat", self.stat, ("token", "seq_sum", "seq_mean", "seq_max"))
         check_choice("correction.estimator", self.estimator, ("k1", "k2", "k3"))
         check_range("correction.threshold", self.threshold, 0.0)

@@ -1,0 +1,1 @@
+"""What the policy term can be, one file each."""

@@ -1,0 +1,1 @@
+"""Token weights of the policy term, one file each: detached, [t]."""
