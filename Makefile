@@ -31,6 +31,8 @@ lint: setup  ## only ruff, basedpyright and import-linter
 
 sft: setup  ## rebuild the demo's warm start by supervised training
 	@$(VENV)/bin/moerl train configs/demo/sft.yaml run.resume=never $(ARGS)
+	@cmp runs/demo-sft/hf/model.safetensors configs/demo/policy/model.safetensors \
+		&& echo 'the rebuilt policy equals the shipped one, bit for bit'
 
 clean:  ## remove the environment and caches that these targets made; never runs/
 	@if [ -f $(VENV)/moerl-venv ]; then rm -rf $(VENV); fi
