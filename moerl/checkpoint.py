@@ -89,7 +89,7 @@ class CheckpointStore:
         partial = self.folder / f"{_HIDDEN}{final.name}"
         with _disk_errors(final):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._sweep()
+            self.sweep()
             try:
                 (partial / LEARNER).mkdir(parents=True)
                 policy.save(partial / LEARNER)
@@ -174,7 +174,7 @@ class CheckpointStore:
             if step not in kept:
                 _remove(self.folder / f"step_{step:06d}")
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Clear away what a killed process left half written or half deleted."""
         for path in self.folder.glob(f"{_HIDDEN}*"):
             shutil.rmtree(path, ignore_errors=True)
