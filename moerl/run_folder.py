@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from moerl.analysis.run_folder import REPORT_FILE, SUMMARY_FILE
+from moerl.analysis.run_folder import CONFIG_FILE, REPORT_FILE, SUMMARY_FILE
 from moerl.checkpoint import Checkpoint, CheckpointStore
 from moerl.config.load import as_dict, read_values, resolved_yaml
 from moerl.config.resume import check_resume
@@ -22,7 +22,6 @@ from moerl.models.hf_folder import read_config
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
 
 

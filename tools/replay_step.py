@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.algorithms.objective import build_objective
+from moerl.analysis.run_folder import CONFIG_FILE
 from moerl.checkpoint import CheckpointStore
 from moerl.configure import load
 from moerl.data.dump import load_extra, load_step_batch
@@ -24,7 +25,7 @@ from moerl.errors import MoerlError
 from moerl.mcore.policy import MegatronPolicy
 from moerl.reference.model import ReferenceModel
 from moerl.replay import compare_gradients, oracle_gradients
-from moerl.run_folder import CHECKPOINTS, CONFIG_FILE, model_id
+from moerl.run_folder import CHECKPOINTS, model_id
 
 
 def main() -> int:

@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print."""
+    from moerl.analysis.run_folder import CONFIG_FILE
     from moerl.configure import load
-    from moerl.run_folder import CONFIG_FILE
 
     target = Path(args.target)
     is_run = target.is_dir()

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
+from moerl.analysis.run_folder import CONFIG_FILE
 from moerl.checkpoint import CheckpointStore
 from moerl.config.load import as_dict, config_from_dict, read_values, resolved_yaml
 from moerl.errors import CheckpointError, ConfigError
 from moerl.run_folder import (
     CHECKPOINTS,
-    CONFIG_FILE,
     find_checkpoint,
     folder_of,
     is_finished,
