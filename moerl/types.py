@@ -190,6 +190,8 @@ class Sample:
     after the score pass is made of."""
     shaping: float = 0.0
     """Part of `reward` that is shaping."""
+    response_length: int = 0
+    """Sampled tokens, whatever the mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +270,10 @@ class MicroBatch:
     """[t] float32, filled by the score pass."""
     ref_logprobs: Tensor | None = None
     """[t] float32, filled by the score pass."""
+    old_values: Tensor | None = None
+    """[t] float32, filled by the critic; entry j speaks of the state before token j."""
+    returns: Tensor | None = None
+    """[t] float32: what the critic is trained toward, filled by the token credit; 0 outside the mask."""
     old_entropy: Tensor | None = None
     """[t] float32, filled by the score pass where it is needed."""
     old_routes: Tensor | None = None

@@ -85,7 +85,8 @@ def _unknown_key(section: type, key: object, prefix: str, source: str) -> Config
     if near:
         hint = f"did you mean {prefix + near[0]!r}?"
     elif elsewhere:
-        hint = f"did you mean {elsewhere[0]!r} (nested, or as an override)?"
+        shortest = min(elsewhere, key=lambda path: path.count("."))
+        hint = f"did you mean {shortest!r} (nested, or as an override)?"
     else:
         hint = "there is no such setting."
     return ConfigError(f"{source}: unknown key '{prefix}{key}'; {hint} Allowed here: {', '.join(known)}")

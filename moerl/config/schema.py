@@ -11,6 +11,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from moerl.config.models import CriticSection, ReferenceSection, TeacherSection
+
 
 def plugin(kind: str, name: str | None = None, **arguments: Any) -> Any:
     """A field that holds one plugin node of `kind`, by default `{name: name, **arguments}`."""
@@ -156,13 +158,20 @@ class AdvantageSection:
 
     center: str = "group_mean"
     """`none`, `group_mean`, `group_loo`, `batch_mean`, `history` (DCPO's statistics of the prompt, with transform
-    `sas`)."""
+    `sas`), `value` (GAE on the values of `algorithm.critic`)."""
     scale: str = "group_std"
     """`none`, `group_std`, `batch_std_raw`, `batch_std_centered`."""
     std_ddof: int = 0
     eps: float = 1e-6
     singleton: str = "zero"
     """A group of one: `zero` advantage or the `raw` reward."""
+    gamma: float = 1.0
+    """Discount per token, with center `value`."""
+    gae_lambda: float = 0.95
+    """With center `value`: 0 trusts the critic, 1 the return."""
+    gae_alpha: float | None = None
+    """With center `value`: lambda is 1 - 1 / (gae_alpha * tokens of the answer), at least 0, in place of `gae_lambda`
+    (VAPO, arXiv 2504.05118, which takes 0.05)."""
     transform: dict[str, Any] = plugin("advantage transform", "identity")
     post: dict[str, Any] = plugin("advantage post", "none")
 
@@ -253,6 +262,9 @@ class AlgorithmSection:
     routing: str = "none"
     """`none`, `R2`, `R3`, `frozen_router`, `frozen_router_bias`."""
     router_shift: RouterShiftSection = field(default_factory=RouterShiftSection)
+    critic: CriticSection = field(default_factory=CriticSection)
+    reference: ReferenceSection = field(default_factory=ReferenceSection)
+    teacher: TeacherSection = field(default_factory=TeacherSection)
     kl: KLSection = field(default_factory=KLSection)
     entropy: EntropySection = field(default_factory=EntropySection)
     positive_nll: PositiveNLLSection = field(default_factory=PositiveNLLSection)

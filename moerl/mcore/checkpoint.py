@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,27 @@ def load_state(
     Raises:
         CheckpointError: a missing or damaged file, another layout, other weights; nothing was changed then.
     """
+    state, saved = _read_parts(folder, ("weights", "optimizer", "rng"), parallel)
+    _check_weights(folder, saved["weights"], weights)
+    _fill(weights, saved["weights"])
+    optimizer.load_state_dict(saved["optimizer"])
+    _set_rng_state(saved["rng"])
+    return state["counters"]
+
+
+def load_weights(folder: Path, *, weights: Mapping[str, Tensor], parallel: ParallelState) -> None:
+    """Restore the weights alone, to start another run from them.
+
+    Raises:
+        CheckpointError: as `load_state`.
+    """
+    _, saved = _read_parts(folder, ("weights",), parallel)
+    _check_weights(folder, saved["weights"], weights)
+    _fill(weights, saved["weights"])
+
+
+def _read_parts(folder: Path, parts: Sequence[str], parallel: ParallelState) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's JSON, and the named parts of it with their tensors."""
     tensor_file, json_file = _files(folder, parallel.rank)
     state = _read_json(json_file)
     if state.get("format") != FORMAT:
@@ -71,20 +92,17 @@ def load_state(
         )
     tensors = _read_tensors(tensor_file)
     try:
-        saved = _decode(state["weights"], tensors)
-        optimizer_state = _decode(state["optimizer"], tensors)
-        rng = _decode(state["rng"], tensors)
+        return state, {part: _decode(state[part], tensors) for part in parts}
     except KeyError as error:
         raise CheckpointError(
             f"{tensor_file} lacks {error}, which {json_file.name} lists; the checkpoint is damaged"
         ) from error
-    _check_weights(folder, saved, weights)
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            tensor.copy_(saved[name])
-    optimizer.load_state_dict(optimizer_state)
-    _set_rng_state(rng)
-    return state["counters"]
+
+
+@torch.no_grad()
+def _fill(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    for name, tensor in weights.items():
+        tensor.copy_(saved[name])
 
 
 def _files(folder: Path, rank: int) -> tuple[Path, Path]:

@@ -191,21 +191,30 @@ class PackedGPTModel(GPTModel):
         return VocabShard(start, size, group if group.size() > 1 else None)
 
 
-def build_chunks(source: ModelSource, config: TransformerConfig, parallel: ParallelState) -> list[torch.nn.Module]:
+def build_chunks(
+    source: ModelSource,
+    config: TransformerConfig,
+    parallel: ParallelState,
+    kind: type[PackedGPTModel] = PackedGPTModel,
+) -> list[torch.nn.Module]:
     """This rank's model chunks (one without interleaving), uninitialised, on the training device, in training dtype."""
     stages: list[int | None] = [None] if parallel.virtual_pipeline is None else list(range(parallel.virtual_pipeline))
-    return [_build_chunk(source, config, parallel, stage) for stage in stages]
+    return [_build_chunk(source, config, parallel, stage, kind) for stage in stages]
 
 
 def _build_chunk(
-    source: ModelSource, config: TransformerConfig, parallel: ParallelState, stage: int | None
+    source: ModelSource,
+    config: TransformerConfig,
+    parallel: ParallelState,
+    stage: int | None,
+    kind: type[PackedGPTModel],
 ) -> torch.nn.Module:
     kwargs = source.kwargs
     arguments = {name: kwargs[name] for name in GPT_ARGUMENTS if name in kwargs}
     vocab = arguments.pop("vocab_size")
     use_te = uses_transformer_engine()
     first_stage, last_stage = stage in (None, 0), stage in (None, (parallel.virtual_pipeline or 1) - 1)
-    model = PackedGPTModel(
+    model = kind(
         config=config,
         transformer_layer_spec=block_spec(config, use_te=use_te, vp_stage=stage),
         vocab_size=padded_vocab_size(vocab, VOCAB_MULTIPLE, parallel.tp.size),

@@ -115,7 +115,7 @@ class StepRunner:
     def __init__(self, chunks: list[DistributedDataParallel], parallel: ParallelState) -> None:
         """`chunks` share one TransformerConfig."""
         self._chunks: list[torch.nn.Module] = list(chunks)
-        self._parallel = parallel
+        self.parallel = parallel
         config = chunks[0].config
         config.finalize_model_grads_func = finalize_model_grads
         layers = tuple(position for chunk in chunks for position in unwrap(chunk).routes.layers)
@@ -137,7 +137,7 @@ class StepRunner:
         observe: bool,
     ) -> list[MicroResult]:
         """Add the gradient of the summed losses, over all ranks, to the gradient buffers."""
-        scale = len(micro_batches) * self._parallel.dp_cp.size
+        scale = len(micro_batches) * self.parallel.dp_cp.size
         work = _Pass(micro_batches, replay, observe=observe, scale=scale)
         work.loss_function = loss_function
         return self._run(work)

@@ -20,6 +20,8 @@ from moerl.models.hf_folder import HFFolder, checked_source
 from moerl.models.rules import Rule, match_parameters, shift_indices, shorten
 
 DEFAULT_INIT_STD = 0.02
+BACKBONE = ("embedding.", "decoder.")
+"""Megatron names of everything but the output layer start so."""
 
 
 class _Reader(Protocol):
@@ -33,15 +35,21 @@ class _Reader(Protocol):
 class WeightMap:
     """Which rule each local parameter follows."""
 
-    def __init__(self, source: ModelSource, chunks: Sequence[torch.nn.Module], parallel: ParallelState) -> None:
+    def __init__(
+        self, source: ModelSource, chunks: Sequence[torch.nn.Module], parallel: ParallelState, *, has_head: bool = True
+    ) -> None:
         """Match every parameter (and balancing bias) of `chunks` with a rule.
+
+        Without `has_head` only those of the embedding and the decoder: what predicts tokens is not part of `chunks`,
+        and what they have in its place is not of the family.
 
         Raises:
             CheckpointError: a parameter that no rule makes, or on a rank that holds the whole model, the reverse.
         """
         self._source = source
         self._parallel = parallel
-        self.rules: list[Rule] = source.family.weight_rules(source.hf, vocab_multiple=VOCAB_MULTIPLE)
+        rules = source.family.weight_rules(source.hf, vocab_multiple=VOCAB_MULTIPLE)
+        self.rules: list[Rule] = [rule for rule in rules if has_head or rule.megatron_name.startswith(BACKBONE)]
         self.local: dict[str, Tensor] = {}
         """Global megatron name -> this rank's part."""
         experts = int(source.kwargs.get("num_moe_experts") or 0) // parallel.ep.size * parallel.ep.rank
@@ -51,6 +59,8 @@ class WeightMap:
             offsets = [layer.layer_number - 1 - i for i, layer in enumerate(layers)]
             biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias")]
             for name, tensor in [*model.named_parameters(), *biases]:
+                if not has_head and not name.startswith(BACKBONE):
+                    continue
                 found = re.match(r"decoder\.layers\.(\d+)\.", name)
                 offset = offsets[int(found[1])] if found else 0
                 self.local[shift_indices(name, layers=offset, experts=experts)] = tensor
@@ -74,13 +84,14 @@ class WeightMap:
     def _axis(self, rule: Rule) -> Axis:
         return self._parallel.etp if rule.is_expert else self._parallel.tp
 
-    def load_hf(self) -> None:
-        """Fill every local parameter from the folder, converting to the training dtype.
+    def load_hf(self, source: ModelSource | None = None) -> None:
+        """Fill every local parameter from the folder (of `source`, a model of the same shape, where given), converting
+        to the training dtype.
 
         Raises:
             CheckpointError: a missing, left-over or mis-shaped tensor; a parameter that is not finite afterwards.
         """
-        source = self._source
+        source = self._source if source is None else source
         self._fill(checked_source(HFFolder(source.folder), source.family, source.hf))
 
     def initialize(self, seed: int) -> None:

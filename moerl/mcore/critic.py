@@ -1,0 +1,299 @@
+"""The critic: the policy's network with one output per token in place of the vocabulary, and an optimizer of its own.
+
+Index j of a value speaks of the state before token j, as `logprobs[j]` does: it comes from the hidden state of token
+j - 1 and is 0 at the first token of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from moerl.algorithms.values import value_loss
+from moerl.config.schema import CriticSection, ModelSection, OptimSection, ParallelSection, PrecisionSection
+from moerl.errors import CheckpointError, ConfigError
+from moerl.mcore import checkpoint
+from moerl.mcore.inputs import fill_step
+from moerl.mcore.model import ModelSource, PackedGPTModel, build_chunks, read_source, transformer_config, unwrap
+from moerl.mcore.optim import Optimizer, wrap_chunks
+from moerl.mcore.parallel import ParallelState, initialize_parallel
+from moerl.mcore.step import MicroResult, Routes, StepRunner, TokenScores
+from moerl.mcore.weights import WeightMap
+from moerl.metrics import Last, Metrics, Sum, masked_mean, merge_into
+from moerl.types import MicroBatch, StepBatch
+
+HEAD = "value_head"
+CHECKPOINT_FOLDER = "critic"
+"""Of the critic's files, inside the learner's folder of a checkpoint."""
+
+
+class ValueModel(PackedGPTModel):
+    """The backbone with a linear value head; its last stage returns [2, t]: values, and zeros where the policy has
+    entropies.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        """As GPTModel; the vocabulary's output layer is dropped. The head starts at 0, so every value does."""
+        super().__init__(**{**arguments, "share_embeddings_and_output_weights": False})
+        if self.post_process:
+            self.output_layer = None
+            self.value_head = torch.nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
+            torch.nn.init.zeros_(self.value_head.weight)
+            torch.nn.init.zeros_(self.value_head.bias)
+
+    def score_hidden(self, *, hidden_states: Tensor, context: MicroBatch, **_: Any) -> Tensor:
+        """`hidden_states` [t, 1, h]. The head is whole on every tensor rank, and so is its gradient."""
+        hidden = hidden_states
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        values = F.linear(hidden[:-1, 0].float(), self.value_head.weight.float(), self.value_head.bias.float())[:, 0]
+        shifted = F.pad(values, (1, 0)).masked_fill(context.position_ids == 0, 0.0)
+        return torch.stack([shifted, torch.zeros_like(shifted)])
+
+
+class MegatronCritic:
+    """Values of tokens, and their training; the second model of a process beside `MegatronPolicy`."""
+
+    def __init__(
+        self,
+        weights: WeightMap,
+        head: Mapping[str, Tensor],
+        runner: StepRunner,
+        optimizer: Optimizer,
+        settings: CriticSection,
+    ) -> None:
+        """Wire parts; use `build`."""
+        self.version = 0
+        """Completed updates: the step of its learning-rate schedule."""
+        self._weights = weights
+        self._local = {**weights.local, **head}
+        self._head = dict(head)
+        self._runner = runner
+        self._optimizer = optimizer
+        self._clip = settings.value_clip
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        model: ModelSection,
+        parallel: ParallelSection,
+        precision: PrecisionSection,
+        optim: OptimSection,
+        critic: CriticSection,
+        num_steps: int,
+        seed: int,
+    ) -> MegatronCritic:
+        """Build the network of `model` with a value head and fill it as `critic.init` says; nothing is frozen.
+
+        Raises:
+            ConfigError: a value or combination that cannot run.
+            CheckpointError: weights that do not fill the backbone, or a critic of another model.
+        """
+        source = read_source(model)
+        layout = initialize_parallel(parallel, seed)
+        config = transformer_config(source, section=model, precision=precision, parallel=layout, is_bias_frozen=False)
+        chunks = build_chunks(source, config, layout, ValueModel)
+        weights = WeightMap(source, chunks, layout, has_head=False)
+        head = {
+            f"{HEAD}.{name}": tensor
+            for chunk in chunks
+            if unwrap(chunk).post_process
+            for name, tensor in unwrap(chunk).get_submodule(HEAD).named_parameters()
+        }
+        _initialize(critic, model, source, weights, {**weights.local, **head}, layout, seed)
+        wrapped = wrap_chunks(chunks, config)
+        optimizer = Optimizer(_optim(optim, critic), wrapped, layout, num_steps=num_steps)
+        return cls(weights, head, StepRunner(wrapped, layout), optimizer, critic)
+
+    @property
+    def parallel(self) -> ParallelState:
+        """The layout, the policy's too."""
+        return self._runner.parallel
+
+    # Scoring
+
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """[t] float32 each, at the current weights, without gradient."""
+        results = self._runner.forward(micro_batches, _own_routes, observe=False)
+        return [result.logprobs for result in results]
+
+    def score(self, batch: StepBatch) -> StepBatch:
+        """Fill `old_values` of every epoch at the weights before the first minibatch."""
+        first_epoch = [micro for mini in batch.minibatches[: batch.num_score_minibatches] for micro in mini]
+        filled = [{"old_values": values} for values in self.values(first_epoch)]
+        return fill_step(batch, first_epoch, filled)
+
+    # Updating
+
+    def update(self, batch: StepBatch) -> Metrics:
+        """One optimizer step per minibatch toward `returns`, with the loss clipped around `old_values`.
+
+        Returns:
+            `critic/loss`, `critic/clip_fraction`, `critic/grad_norm`, `critic/lr`, `critic/value_mean`,
+            `critic/return_mean`, and `critic/explained_variance` of the values before the update:
+            1 - Var(returns - values) / Var(returns) over the step's live tokens; absent where returns do not vary.
+
+        Raises:
+            NumericsError: a loss or gradient norm that is not finite, before the optimizer moved.
+        """
+        metrics = self._fit(batch)
+        for minibatch in batch.minibatches:
+            merge_into(metrics, self._update_minibatch(minibatch))
+        self.version += 1
+        return metrics
+
+    def _fit(self, batch: StepBatch) -> Metrics:
+        """How well the old values explain the returns."""
+        metrics: Metrics = {}
+        moments = torch.zeros(5, dtype=torch.float64, device=batch.minibatches[0][0].token_ids.device)
+        for micro in (micro for mini in batch.minibatches[: batch.num_score_minibatches] for micro in mini):
+            returns, values = _targets(micro)
+            target, error = returns[micro.mask].double(), (returns - values)[micro.mask].double()
+            sums = [target.sum(), target.square().sum(), error.sum(), error.square().sum(), micro.mask.sum().double()]
+            moments += torch.stack(sums)
+            merge_into(metrics, {"critic/value_mean": masked_mean(values.double(), micro.mask)})
+            merge_into(metrics, {"critic/return_mean": masked_mean(returns.double(), micro.mask)})
+        target, target_square, error, error_square, count = self.parallel.sum_over_data(moments).tolist()
+        spread = target_square - target * target / max(count, 1.0)
+        if spread > 1e-12 * target_square:
+            unexplained = error_square - error * error / max(count, 1.0)
+            metrics["critic/explained_variance"] = Last(1.0 - unexplained / spread)
+        return metrics
+
+    def _update_minibatch(self, minibatch: Sequence[MicroBatch]) -> Metrics:
+        self._optimizer.zero_grad()
+        results = self._accumulate(minibatch)
+        metrics: Metrics = {}
+        for result in results:
+            merge_into(metrics, result.metrics)
+        live = torch.stack([batch.mask.any() for batch in minibatch]).any()
+        if self.parallel.all_true(~live):  # momentum alone must not move the weights
+            return merge_into(metrics, {"critic/skipped_minibatches": Sum(1.0)})
+        losses = [result.loss for result in results if result.loss is not None]
+        stepped = self._optimizer.step(losses, self.version)
+        return merge_into(metrics, {name.replace("optim/", "critic/"): value for name, value in stepped.items()})
+
+    def _accumulate(self, minibatch: Sequence[MicroBatch]) -> list[MicroResult]:
+        return self._runner.forward_backward(minibatch, self._loss, _own_routes, observe=False)
+
+    def _loss(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Metrics]:
+        returns, old_values = _targets(batch)
+        losses, is_clipped = value_loss(scores.logprobs, old_values, returns, clip=self._clip)
+        losses = torch.where(batch.mask, losses, 0.0)
+        metrics: Metrics = {
+            "critic/loss": masked_mean(losses.detach().double(), batch.mask),
+            "critic/clip_fraction": masked_mean(is_clipped.double(), batch.mask),
+        }
+        return (batch.weights.value * losses).sum(), metrics
+
+    def gradients(self, minibatch: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """Gradient of the value loss over `minibatch`, by Hugging Face name and `value_head.*`; nothing is stepped."""
+        self._optimizer.zero_grad()
+        self._accumulate(minibatch)
+        grads = {name: tensor.main_grad for name, tensor in self._weights.local.items()}  # pyright: ignore[reportAttributeAccessIssue] set by DDP
+        found = {name: grad.clone() for name, grad in self._weights.export(grads)}
+        found.update({name: tensor.main_grad.clone() for name, tensor in self._head.items()})  # pyright: ignore[reportAttributeAccessIssue]
+        self._optimizer.zero_grad()
+        return found
+
+    # State
+
+    def export(self) -> dict[str, Tensor]:
+        """Copies of every weight: the backbone under Hugging Face names, the head under `value_head.*`."""
+        weights = {name: tensor.clone() for name, tensor in self._weights.export()}
+        return weights | {name: tensor.detach().clone() for name, tensor in self._head.items()}
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, version and RNGs of this rank into `<folder>/critic`."""
+        target = folder / CHECKPOINT_FOLDER
+        target.mkdir(exist_ok=True)
+        checkpoint.save_state(
+            target,
+            weights=self._local,
+            optimizer=self._optimizer.inner,
+            counters={"version": self.version},
+            parallel=self.parallel,
+        )
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, bit for bit.
+
+        Raises:
+            CheckpointError: missing, damaged, or written by another model or layout; nothing was changed then.
+        """
+        counters = checkpoint.load_state(
+            folder / CHECKPOINT_FOLDER, weights=self._local, optimizer=self._optimizer.inner, parallel=self.parallel
+        )
+        self.version = int(counters["version"])
+
+
+def _initialize(
+    critic: CriticSection,
+    model: ModelSection,
+    source: ModelSource,
+    weights: WeightMap,
+    local: dict[str, Tensor],
+    layout: ParallelState,
+    seed: int,
+) -> None:
+    if critic.init == "policy":
+        if model.init == "random":
+            weights.initialize(seed)
+        else:
+            weights.load_hf()
+        return
+    folder = Path(critic.init)
+    if (folder / "config.json").is_file():
+        other = read_source(replace(model, path=str(folder)))
+        if other.kwargs != source.kwargs:
+            odd = sorted(key for key in source.kwargs if other.kwargs.get(key) != source.kwargs[key])
+            raise CheckpointError(
+                f"algorithm.critic.init {folder} is another architecture than model.path {source.folder} (it differs "
+                f"in {', '.join(odd)}); the critic is built like the policy, start it from a model of the same shape"
+            )
+        weights.load_hf(other)
+        return
+    for inner in (folder, folder / CHECKPOINT_FOLDER, folder / "learner" / CHECKPOINT_FOLDER):
+        if (inner / "rank_00000.json").is_file():
+            checkpoint.load_weights(inner, weights=local, parallel=layout)
+            return
+    raise ConfigError(
+        f"algorithm.critic.init is {critic.init!r}, which is neither 'policy', nor a Hugging Face folder "
+        "(config.json), nor a checkpoint of a run with a critic (step_000010)"
+    )
+
+
+def _optim(optim: OptimSection, critic: CriticSection) -> OptimSection:
+    """The policy's optimizer with the critic's own rate, constant after its own warm-up."""
+    return replace(
+        optim,
+        lr=critic.lr,
+        schedule="constant",
+        warmup_steps=critic.warmup_steps,
+        constant_steps=0,
+        clip_grad_norm=critic.clip_grad_norm,
+    )
+
+
+def _own_routes(batch: MicroBatch) -> Routes:
+    return None, None
+
+
+def _targets(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """(returns, old values), both [t]."""
+    if batch.returns is None or batch.old_values is None:
+        raise ConfigError(
+            "the critic was to be updated on a batch without returns or old values; score it with the critic and let "
+            "the token credit fill the returns first"
+        )
+    return batch.returns, batch.old_values
