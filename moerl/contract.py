@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 LOGPROB_TOLERANCE = 1e-5
 LARGEST_TOLERANCE = 1e-4
-"""Of one token: the largest rounding error grows with the number of tokens and the size of their logits (1.6e-5 was seen
-among 12,000 tokens whose mean is 3e-7), while a real disagreement is a thousand times that."""
+"""Of one token: the largest rounding error grows with the number of tokens and the size of their logits (1.6e-5 was
+seen among 12,000 tokens whose mean is 3e-7), while a real disagreement is a thousand times that."""
 MARGIN_TOLERANCE = 1e-5
 EXPECTED_BAND = {"bf16": 0.1, "int8": 0.5, "fp8": 2.0, "int4": 10.0}
 """Largest |trainer - engine| logprob difference expected of a lower precision; beyond it, a warning."""
