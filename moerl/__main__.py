@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "train a policy: supervised or with reinforcement learning",
     "eval": "held-out evaluation of a checkpoint or a Hugging Face folder",
     "report": "write report.html of a run",
+    "objective": "evaluate policy-optimisation methods on a dumped batch, or list them",
 }
 """Subcommand -> one line of help; each is the module `moerl.commands.<name>`, imported only when it runs."""
 

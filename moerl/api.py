@@ -53,7 +53,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Unpack
 
 import torch
@@ -82,19 +81,14 @@ class Evaluation:
     """0-dim, with the graph of whatever made the log-probabilities."""
     token_loss: Tensor
     """Per token, detached: what it adds to `loss`; sums to it."""
+    gradient: Tensor
+    """Per token: d loss / d logprobs. The graph is kept, so that `loss.backward()` may follow."""
     advantages: Tensor
     """Per token, as the objective saw them."""
     metrics: Mapping[str, float]
     """Names as in the training loop's metrics: `pg/ratio_mean`, `pg/clip_high`, `mm/reject`, `kl/ref`, ..."""
     batch: TokenBatch
     """The batch, packed."""
-
-    @cached_property
-    def gradient(self) -> Tensor:
-        """Per token: d loss / d logprobs. Leaves the graph as it is, so that `loss.backward()` may follow."""
-        source = self.batch.source
-        assert source is not None  # every batch that was evaluated has one
-        return torch.autograd.grad(self.loss, source, retain_graph=True)[0]
 
     @property
     def gradient_norm(self) -> float:
@@ -137,8 +131,11 @@ class Method:
             mean = self.objective.correction_mean(inputs).value()
             inputs = dataclasses.replace(inputs, constants={CORRECTION_MEAN: 1.0 if mean is None else mean})
         losses, metrics = self.objective.token_losses(inputs)
+        loss = losses.sum()
+        source = batch.logprobs if batch.source is None else batch.source
         return Evaluation(
-            loss=losses.sum(),
+            loss=loss,
+            gradient=torch.autograd.grad(loss, source, retain_graph=True)[0],
             token_loss=batch.as_given(losses.detach()),
             advantages=batch.as_given(inputs.advantages),
             metrics=to_floats(merge_into(dict(credit_metrics), metrics)),

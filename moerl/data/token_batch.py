@@ -143,6 +143,10 @@ class TokenBatch:
             source=logprobs,
         )
 
+    def without_advantages(self) -> TokenBatch:
+        """So that they are made anew from the rewards."""
+        return dataclasses.replace(self, advantages=None)
+
     def moved(self, scale: float, seed: int = 0) -> TokenBatch:
         """As if the policy had moved since: normal noise of standard deviation `scale` (nats) on the log-probabilities.
 
