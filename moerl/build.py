@@ -15,14 +15,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from moerl.algorithms.advantage.credit import group_advantages
-from moerl.algorithms.aggregation import sequence_weights
-from moerl.algorithms.filtering import Filters, build_filters
+from moerl.algorithms.filtering import build_filters
 from moerl.algorithms.objective import build_objective
-from moerl.algorithms.reward_shaping import build_shaping
+from moerl.build_credit import (
+    MinibatchWeights,
+    build_credit_rules,
+    build_token_rules,
+    credit_state,
+    packs_pairs,
+)
 from moerl.build_rollout import (
     Data,
     RolloutSide,
@@ -35,7 +38,7 @@ from moerl.checkpoint import Checkpoint, CheckpointStore
 from moerl.config.load import as_dict
 from moerl.config.schema import RunConfig
 from moerl.contract import StepZeroContract
-from moerl.credit import CreditRules, credit
+from moerl.credit import credit
 from moerl.data.batch import build_step_batch
 from moerl.data.dump import save_step_batch
 from moerl.data.packing import plan_packing
@@ -50,6 +53,7 @@ from moerl.run_folder import CHECKPOINTS, find_checkpoint, folder_of, is_finishe
 from moerl.telemetry.progress import Progress
 from moerl.telemetry.sinks import JsonlSink, LoadSink, Sinks, WandbSink
 from moerl.telemetry.timers import Timers
+from moerl.token_credit import TokenCredit
 from moerl.types import MicroBatch, RolloutGroup, Sample, StepBatch
 from moerl.weight_sync.publisher import Publisher
 from moerl.weight_sync.transport import transports
@@ -86,6 +90,7 @@ def build_run(cfg: RunConfig) -> Run | None:
             folder_of(cfg) / CHECKPOINTS, keep=cfg.checkpoint.keep, model_id=model_id(cfg.model.path)
         )
         resume_from = find_checkpoint(cfg, store)
+        store.sweep()
         if resume_from is not None and resume_from.step >= cfg.run.num_steps and is_finished(cfg):
             logger.warning(
                 "%s has done its %d steps; raise run.num_steps to train on, or start anew with run.resume=never",
@@ -114,7 +119,7 @@ def _policy(cfg: RunConfig) -> MegatronPolicy:
         optim=cfg.optim,
         routing=cfg.algorithm.routing,
         router_shift=cfg.algorithm.router_shift.enabled,
-        needs_reference="ref_logprobs" in objective.needs,
+        needs_reference="ref_logprobs" in objective.needs or cfg.algorithm.kl.place == "reward",
         gamma_min=cfg.algorithm.router_shift.gamma_min,
         num_steps=cfg.run.num_steps,
         seed=cfg.run.seed,
@@ -133,7 +138,10 @@ def _rooms(
 ) -> Rooms:
     filters = build_filters(cfg.algorithm.filters)
     buffer, source = build_buffer(cfg, data, side, filters)
-    rules = _credit_rules(cfg, filters, data.reward_weights)
+    objective = build_objective(cfg.algorithm)
+    memory = credit_state(cfg.algorithm)
+    rules = build_credit_rules(cfg.algorithm, filters, data.reward_weights, memory)
+    token_credit = TokenCredit(build_token_rules(cfg.algorithm, objective, rules), policy.parallel.gather_over_data)
     evaluator = build_evaluator(cfg, data, side)
     packer = _Packer(cfg, policy)
     probe = RouteProbe(policy.observe, packer.probe_batches)
@@ -154,8 +162,9 @@ def _rooms(
         rollouts=buffer,
         credit=give_credit,
         pack=packer.pack,
+        token_credit=token_credit,
         policy=policy,
-        objective=build_objective(cfg.algorithm),
+        objective=objective,
         publish=publish,
         evaluator=evaluator,
         probe=probe,
@@ -163,17 +172,7 @@ def _rooms(
         contract=StepZeroContract(cfg.precision.params, cfg.rollout.engine.get("precision", "fp32")),
         checkpoints=store,
         records=records,
-    )
-
-
-def _credit_rules(cfg: RunConfig, filters: Filters, reward_weights: dict[str, float]) -> CreditRules:
-    section = cfg.algorithm.advantage
-    return CreditRules(
-        advantages=lambda x: group_advantages(section, x),
-        shaping=build_shaping(cfg.algorithm.shaping),
-        keeps=filters.sample,
-        counts=filters.counts,
-        reward_weights=reward_weights,
+        states={**memory, "coefficients": token_credit} if token_credit.is_adaptive else memory,
     )
 
 
@@ -183,21 +182,27 @@ class _Packer:
     def __init__(self, cfg: RunConfig, policy: MegatronPolicy) -> None:
         self._batch = cfg.batch
         self._seed = cfg.run.seed
-        self._aggregation = cfg.algorithm.aggregation
+        self._weights = MinibatchWeights(cfg.algorithm)
+        self._has_pairs = packs_pairs(cfg.algorithm)
         self._policy = policy
 
     def pack(self, samples: Sequence[Sample], step: int) -> StepBatch:
         """The step's batch."""
-        return self._build(samples, self._seed * 1_000_003 + step, self._batch.num_minibatches, self._batch.num_epochs)
+        return self._build(
+            samples,
+            self._seed * 1_000_003 + step,
+            (self._batch.num_minibatches, self._batch.num_epochs),
+            atoms=[sample.group_id for sample in samples] if self._has_pairs else None,
+        )
 
     def probe_batches(self, samples: Sequence[Sample]) -> Sequence[MicroBatch]:
         """The probe's micro-batches, always the same."""
-        return self._build(samples, 0, 1, 1).minibatches[0]
+        return self._build(samples, 0, (1, 1), atoms=None).minibatches[0]
 
-    def _weigh(self, lengths: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-        return sequence_weights(self._aggregation, torch.from_numpy(lengths), torch.from_numpy(group_ids)).numpy()
-
-    def _build(self, samples: Sequence[Sample], seed: int, num_minibatches: int, num_epochs: int) -> StepBatch:
+    def _build(
+        self, samples: Sequence[Sample], seed: int, cuts: tuple[int, int], *, atoms: Sequence[int] | None
+    ) -> StepBatch:
+        num_minibatches, num_epochs = cuts
         numbered = [replace(sample, sample_id=i) for i, sample in enumerate(samples)]
         plan = plan_packing(
             [len(s.token_ids) for s in numbered],
@@ -208,12 +213,14 @@ class _Packer:
             num_epochs=num_epochs,
             max_tokens_per_microbatch=self._batch.max_tokens_per_microbatch,
             seed=seed,
+            atoms=atoms,
         )
         return build_step_batch(
             numbered,
             plan,
             dp_rank=self._policy.parallel.dp.rank,
-            weigh=self._weigh,
+            weigh=self._weights.policy,
+            weigh_terms=self._weights.terms,
             device=self._policy.device,
             policy_version=self._policy.version,
         )

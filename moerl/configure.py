@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moerl.algorithms.compose import composition_errors, composition_warnings, value_errors
+from moerl.algorithms.compose import SAME_AGGREGATION, composition_errors, composition_warnings, value_errors
 from moerl.algorithms.presets import PRESETS
 from moerl.config.load import as_dict, load_config
 from moerl.config.rules import check
@@ -70,11 +70,21 @@ def _plugin_nodes(cfg: RunConfig) -> list[tuple[Any, Mapping[str, Any], str]]:
         (registries.trust_regions, a.trust, "algorithm.trust"),
         (registries.aggregations, a.aggregation, "algorithm.aggregation"),
         (registries.corrections, a.correction, "algorithm.correction"),
+        (registries.objectives, a.objective, "algorithm.objective"),
+        (registries.token_weights, a.token_weight, "algorithm.token_weight"),
+        (registries.schedules, a.schedule, "algorithm.schedule"),
         (registries.advantage_transforms, a.advantage.transform, "algorithm.advantage.transform"),
         (registries.advantage_posts, a.advantage.post, "algorithm.advantage.post"),
         (engines, cfg.rollout.engine, "rollout.engine"),
         (environments, cfg.rollout.environment, "rollout.environment"),
         (transports, cfg.weight_sync.transport, "weight_sync.transport"),
+    ]
+    own = {"kl": a.term_aggregation.kl, "entropy": a.term_aggregation.entropy, "value": a.term_aggregation.value}
+    own["nll"] = a.term_aggregation.nll
+    nodes += [
+        (registries.aggregations, node, f"algorithm.term_aggregation.{term}")
+        for term, node in own.items()
+        if node["name"] != SAME_AGGREGATION
     ]
     nodes += [(registries.shapings, node, f"algorithm.shaping[{i}]") for i, node in enumerate(a.shaping)]
     nodes += [(registries.filters, node, f"algorithm.filters[{i}]") for i, node in enumerate(a.filters)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,22 @@ class CreditRules:
     """False takes the trajectory out of its group's statistics too."""
     reward_weights: dict[str, float]
     """Weight by reward name."""
+    members: Callable[[RolloutGroup], Members] | None = None
+    """As `keeps` and `counts`, for rules that look at the whole group."""
+    trains_on_zero: bool = True
+    """False empties the masks of answers with advantage 0 (objectives of pairs)."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """Of advantage rules that keep any."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """Verdicts on the trajectories of one group."""
+
+    kept: np.ndarray
+    """[g] bool: False empties the trajectory's mask."""
+    counted: np.ndarray
+    """[g] bool: False takes it out of the group's statistics too."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,8 @@ class Row:
     group_id: int
     prompt_id: str
     trajectory: Trajectory
+    kept: bool
+    counted: bool
 
 
 def credit(groups: Sequence[RolloutGroup], rules: CreditRules) -> tuple[list[Sample], Metrics]:
@@ -46,51 +65,77 @@ def credit(groups: Sequence[RolloutGroup], rules: CreditRules) -> tuple[list[Sam
     group's statistics are those of the others.
     """
     shaping, metrics = rules.shaping(groups)
-    rows = [Row(g, group.prompt.prompt_id, t) for g, group in enumerate(groups) for t in group.trajectories]
+    rows = [row for g, group in enumerate(groups) for row in _rows(g, group, rules)]
     scored = [i for i, row in enumerate(rows) if row.trajectory.status == "ok" and np.isfinite(row.trajectory.reward)]
     if not scored:
         return [], metrics
-    rows, shaping = [rows[i] for i in scored], shaping[scored]
-    advantages, new = rules.advantages(_credit_inputs(rows, shaping, rules))
+    pairs = enumerate((rows[i], float(shaping[i])) for i in scored)
+    samples = [_sample(index, row, bonus, rules) for index, (row, bonus) in pairs]
+    advantages, new = rules.advantages(credit_inputs(samples, rules.reward_weights, rules.state))
     merge_into(metrics, new)
     samples = [
-        _sample(index, row, float(advantages[index]), row.trajectory.reward + float(shaping[index]), rules)
-        for index, row in enumerate(rows)
+        _credited(sample, float(advantage), rules) for sample, advantage in zip(samples, advantages, strict=True)
     ]
     emptied = sum(not sample.loss_mask.any() for sample in samples)
     return samples, merge_into(metrics, {"advantage/masked_samples": Sum(float(emptied))})
 
 
-def _credit_inputs(rows: Sequence[Row], shaping: np.ndarray, rules: CreditRules) -> CreditInputs:
-    names = list(rules.reward_weights)
-    components = np.array([[row.trajectory.reward_components.get(name, 0.0) for name in names] for row in rows])
-    components = components.reshape(len(rows), len(names))
-    uncounted = [i for i, row in enumerate(rows) if not rules.counts(row.trajectory)]
-    components[uncounted] = np.nan
+def credit_inputs(
+    samples: Sequence[Sample], reward_weights: Mapping[str, float], state: Mapping[str, Any]
+) -> CreditInputs:
+    """What the credit rule sees of all samples of a step, in their order."""
+    components = [sample.components for sample in samples if sample.components is not None]
     return CreditInputs(
-        rewards=torch.from_numpy(components.astype(np.float64)),
-        reward_weights=torch.tensor([rules.reward_weights[name] for name in names], dtype=torch.float64),
-        group_ids=torch.tensor([row.group_id for row in rows]),
-        lengths=torch.tensor([row.trajectory.response_length for row in rows]),
-        prompt_ids=tuple(row.prompt_id for row in rows),
-        shaping=torch.from_numpy(shaping.astype(np.float64)),
+        rewards=torch.from_numpy(np.array(components, dtype=np.float64).reshape(len(samples), len(reward_weights))),
+        reward_weights=torch.tensor(list(reward_weights.values()), dtype=torch.float64),
+        group_ids=torch.tensor([sample.group_id for sample in samples]),
+        lengths=torch.tensor([sample.response_length for sample in samples]),
+        prompt_ids=tuple(sample.prompt_id for sample in samples),
+        shaping=torch.tensor([sample.shaping for sample in samples], dtype=torch.float64),
+        state=state,
     )
 
 
-def _sample(index: int, row: Row, advantage: float, reward: float, rules: CreditRules) -> Sample:
+def _rows(group_id: int, group: RolloutGroup, rules: CreditRules) -> list[Row]:
+    everything = np.ones(len(group.trajectories), dtype=bool)
+    members = Members(everything, everything) if rules.members is None else rules.members(group)
+    return [
+        Row(
+            group_id,
+            group.prompt.prompt_id,
+            trajectory,
+            kept=bool(kept) and rules.keeps(trajectory),
+            counted=bool(counted) and rules.counts(trajectory),
+        )
+        for trajectory, kept, counted in zip(group.trajectories, members.kept, members.counted, strict=True)
+    ]
+
+
+def _sample(index: int, row: Row, shaping: float, rules: CreditRules) -> Sample:
+    """Without credit yet."""
     trajectory = row.trajectory
-    mask = trajectory.loss_mask if rules.keeps(trajectory) else np.zeros_like(trajectory.loss_mask)
+    components = np.array([trajectory.reward_components.get(name, 0.0) for name in rules.reward_weights])
     return Sample(
         sample_id=index,
         group_id=row.group_id,
         prompt_id=row.prompt_id,
         token_ids=trajectory.token_ids,
-        loss_mask=mask,
+        loss_mask=trajectory.loss_mask if row.kept else np.zeros_like(trajectory.loss_mask),
         rollout_logprobs=trajectory.rollout_logprobs,
-        advantages=np.where(mask, np.float32(advantage), np.float32(0.0)),
-        reward=reward,
+        advantages=np.zeros(len(trajectory.token_ids), dtype=np.float32),
+        reward=trajectory.reward + shaping,
         temperature=trajectory.temperature,
         routed_experts=trajectory.routed_experts,
         has_route=trajectory.has_route,
         support=trajectory.support,
+        components=components if row.counted else np.full_like(components, np.nan, dtype=np.float64),
+        shaping=shaping,
+        response_length=trajectory.response_length,
     )
+
+
+def _credited(sample: Sample, advantage: float, rules: CreditRules) -> Sample:
+    mask = sample.loss_mask
+    if not rules.trains_on_zero and advantage == 0:
+        mask = np.zeros_like(mask)
+    return replace(sample, loss_mask=mask, advantages=np.where(mask, np.float32(advantage), np.float32(0.0)))

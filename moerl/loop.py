@@ -1,15 +1,15 @@
 """The training loop; the first file to read. Synchronous and asynchronous training are the same loop.
 
 Prompt --rollout--> RolloutGroup --credit--> Sample --pack--> StepBatch --score--> StepBatch --update--> Metrics
-^                                                                                        |
-+------------------------------ publish: weights, version + 1 <--------------------------+
+^                                                                           token_credit              |
++------------------------------ publish: weights, version + 1 <---------------------------------------+
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moerl.checkpoint import Checkpoint, CheckpointStore
@@ -18,9 +18,10 @@ from moerl.errors import Interrupted, NumericsError
 from moerl.evaluate import Evaluator
 from moerl.metrics import Metrics, Sum, merge_into, to_floats
 from moerl.probe import RouteProbe
-from moerl.protocols import Policy, Rollouts
+from moerl.protocols import Policy, Rollouts, Stateful
 from moerl.records import Records
 from moerl.stop import StopSignal
+from moerl.token_credit import TokenCredit
 from moerl.types import RolloutGroup, Sample, StepBatch
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Rooms:
     rollouts: Rollouts
     credit: Callable[[Sequence[RolloutGroup]], tuple[list[Sample], Metrics]]
     pack: Callable[[Sequence[Sample], int], StepBatch]
+    token_credit: TokenCredit
     policy: Policy
     objective: Any
     publish: Callable[[], Metrics]
@@ -60,6 +62,8 @@ class Rooms:
     contract: StepZeroContract
     checkpoints: CheckpointStore
     records: Records
+    states: Mapping[str, Stateful] = field(default_factory=dict)
+    """What else a checkpoint holds: the memory of credit rules and of adaptive coefficients."""
 
 
 def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> None:
@@ -97,7 +101,9 @@ def _train_step(rooms: Rooms, step: int) -> Metrics:
     with records.phase("pack"):
         batch = rooms.pack(live, step)
     with records.phase("score"):
-        batch, new = rooms.policy.score(batch, rooms.objective.needs)
+        batch, new = rooms.policy.score(batch, rooms.objective.needs | rooms.token_credit.needs)
+        merge_into(metrics, new)
+        batch, new = rooms.token_credit(batch, live, samples)
     merge_into(metrics, new)
     records.batch(step, batch)
     try:
@@ -106,6 +112,7 @@ def _train_step(rooms: Rooms, step: int) -> Metrics:
     except NumericsError as error:
         path = records.dump(step, batch, reason=str(error))
         raise NumericsError(f"step {step}: {error}; the optimizer was not stepped; the batch is in {path}") from error
+    rooms.token_credit.adapt(metrics)
     if rooms.policy.version == 1:  # the run's first update, whichever step had the first token to train on
         records.extra(rooms.contract.check(to_floats(metrics)))
     with records.phase("publish"):
@@ -132,6 +139,8 @@ def _resume(rooms: Rooms, checkpoint: Checkpoint) -> int:
     rooms.policy.load(checkpoint.learner)
     rooms.rollouts.load_state_dict(state["rollouts"])
     rooms.records.load_state_dict(state["records"])
+    for name, part in rooms.states.items():
+        part.load_state_dict(state["states"][name])
     rooms.publish()
     rooms.probe.load_state_dict(state["probe"])
     rooms.records.message(f"going on from step {checkpoint.step} ({checkpoint.folder})")
@@ -144,6 +153,7 @@ def _save(rooms: Rooms, step: int) -> None:
         "rollouts": rooms.rollouts.state_dict(),
         "records": rooms.records.state_dict(),
         "probe": rooms.probe.state_dict(),
+        "states": {name: part.state_dict() for name, part in rooms.states.items()},
     }
     with rooms.records.phase("checkpoint"):
         rooms.checkpoints.save(step, rooms.policy, state)

@@ -68,6 +68,18 @@ class Scorer(Protocol):
         ...
 
 
+class Stateful(Protocol):
+    """Has a memory that a checkpoint must hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory, as plain JSON values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
+        ...
+
+
 class PromptSource(Protocol):
     """Hands out prompts in a seeded order; its cursor can be saved."""
 
@@ -119,6 +131,28 @@ class Policy(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and RNG into `folder` (which exists and is empty)."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, bit for bit."""
+        ...
+
+
+class Critic(Protocol):
+    """The value function beside the policy."""
+
+    version: int
+
+    def score(self, batch: StepBatch) -> StepBatch:
+        """Fill `old_values`."""
+        ...
+
+    def update(self, batch: StepBatch) -> Metrics:
+        """One optimizer step per minibatch toward the batch's `returns`."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write everything into a folder of its own inside `folder`."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -77,6 +77,7 @@ def oracle_inputs(model: ReferenceModel, micro: MicroBatch, needs: frozenset[str
         "old_logprobs": lambda: live(micro.old_logprobs),
         "ref_logprobs": lambda: live(micro.ref_logprobs),
         "entropy": lambda: entropy,
+        "old_entropy": lambda: entropy.detach() if micro.old_entropy is None else micro.old_entropy,
         "router_shift": lambda: _router_shift(out, micro, routing),
         "rewards": lambda: micro.rewards,
         "group_ids": lambda: micro.group_ids,

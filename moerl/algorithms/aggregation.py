@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.checks import check_tokens
+from moerl.algorithms.compose import SAME_AGGREGATION
 from moerl.algorithms.registries import aggregations
 from moerl.config.schema import AlgorithmSection
 
@@ -53,10 +54,6 @@ def sequence_weights(node: Mapping[str, Any], lengths: Tensor, group_ids: Tensor
     return torch.where(live, plugin.target(seen, cfg), 0.0)
 
 
-SAME = "same"
-"""Name of a term's aggregation that is the policy term's."""
-
-
 def term_weights(cfg: AlgorithmSection, lengths: Tensor, group_ids: Tensor, task_rewards: Tensor) -> dict[str, Tensor]:
     """v_i [n] float64 of the terms that have weights of their own: `nll`, over good answers alone, and those set apart.
 
@@ -68,9 +65,13 @@ def term_weights(cfg: AlgorithmSection, lengths: Tensor, group_ids: Tensor, task
     """
     terms = cfg.term_aggregation
     nodes = {"kl": terms.kl, "entropy": terms.entropy, "value": terms.value}
-    weights = {name: sequence_weights(node, lengths, group_ids) for name, node in nodes.items() if node["name"] != SAME}
+    weights = {
+        name: sequence_weights(node, lengths, group_ids)
+        for name, node in nodes.items()
+        if node["name"] != SAME_AGGREGATION
+    }
     if cfg.positive_nll.coefficient:
-        node = cfg.aggregation if terms.nll["name"] == SAME else terms.nll
+        node = cfg.aggregation if terms.nll["name"] == SAME_AGGREGATION else terms.nll
         good = torch.where(task_rewards > cfg.positive_nll.threshold, lengths, 0)
         weights["nll"] = sequence_weights(node, good, group_ids)
     return weights

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
+from moerl.algorithms.axes import Axes
+from moerl.algorithms.compose_credit import CONSTANT_ADVANTAGE_LEVELS, CREDIT_RULES, TOKEN_ADVANTAGE_POSTS
 from moerl.config.choices import choice_fault
-from moerl.config.schema import AlgorithmSection
 
 TRUST_FORMS: Mapping[str, str] = {
     "none": "any",
@@ -35,11 +35,11 @@ TRUST_LEVELS: Mapping[str, tuple[str, ...]] = {
 MISMATCH_WEIGHTS = frozenset({"tis", "mis", "icepop", "seq_mask_tis"})
 """Corrections that multiply by train / rollout ratios."""
 
-CONSTANT_ADVANTAGE_LEVELS = frozenset({"seq_geo", "seq_prod", "geo_clip"})
-TOKEN_ADVANTAGE_POSTS = frozenset({"whiten_tokens"})
+SAME_AGGREGATION = "same"
+"""Name of a term's aggregation that is the policy term's."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "advantage.center": ("none", "group_mean", "group_loo", "batch_mean"),
+    "advantage.center": ("none", "group_mean", "group_loo", "batch_mean", "history"),
     "advantage.scale": ("none", "group_std", "batch_std_raw", "batch_std_centered"),
     "advantage.singleton": ("zero", "raw"),
     "anchor": ("old", "rollout"),
@@ -47,40 +47,10 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "form": ("ratio", "score"),
     "routing": ("none", "R2", "R3", "frozen_router", "frozen_router_bias"),
     "router_shift.stage": ("before_clip", "after_clip"),
-    "kl.place": ("none", "loss"),
+    "kl.place": ("none", "loss", "reward"),
     "kl.estimator": ("k1", "k2", "k3"),
-    "entropy.place": ("none", "loss"),
+    "entropy.place": ("none", "loss", "reward"),
 }
-
-
-class _Axes:
-    """The algorithm section with the schema's defaults where `values` is silent."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-        self._defaults = asdict(AlgorithmSection())
-
-    def __getitem__(self, path: str) -> Any:
-        return _look_up(self._values, path, _look_up(self._defaults, path, None))
-
-    def name(self, axis: str) -> str:
-        """Name of the plugin at `axis`; the bare name is short for a node."""
-        node = _look_up(self._values, axis, _look_up(self._defaults, axis, {}))
-        return str(node if isinstance(node, str) else node.get("name", ""))
-
-    def argument(self, axis: str, key: str, default: Any) -> Any:
-        """One argument of the plugin at `axis`."""
-        node = _look_up(self._values, axis, _look_up(self._defaults, axis, {}))
-        return default if isinstance(node, str) else node.get(key, default)
-
-
-def _look_up(values: Mapping[str, Any], path: str, default: Any) -> Any:
-    node: Any = values
-    for key in path.split("."):
-        if not isinstance(node, Mapping) or key not in node:
-            return default
-        node = node[key]
-    return node
 
 
 def composition_errors(values: Mapping[str, Any]) -> list[str]:
@@ -89,21 +59,34 @@ def composition_errors(values: Mapping[str, Any]) -> list[str]:
     Args:
         values: the section as nested plain values; what is left out has the schema's default.
     """
-    axes = _Axes(values)
-    rules = (_forms, _levels, _anchors, _corrections, _router_shift, _kl)
+    axes = Axes(values)
+    rules = (
+        _forms,
+        _levels,
+        _anchors,
+        _corrections,
+        _router_shift,
+        _kl,
+        *CREDIT_RULES,
+    )
     return [message for rule in rules for message in rule(axes)]
 
 
 def value_errors(values: Mapping[str, Any]) -> list[str]:
     """Single values that do not exist, with the nearest word, or are out of bounds."""
-    axes = _Axes(values)
+    axes = Axes(values)
     faults = (choice_fault(f"algorithm.{path}", axes[path], allowed) for path, allowed in CHOICES.items())
     found = [fault for fault in faults if fault is not None]
     if axes["advantage.std_ddof"] not in (0, 1):
         found.append(f"algorithm.advantage.std_ddof is {axes['advantage.std_ddof']!r}, but must be 0 or 1")
     if not 0 < axes["router_shift.gamma_min"] <= 1:
         found.append(f"algorithm.router_shift.gamma_min is {axes['router_shift.gamma_min']!r}, but must be in (0, 1]")
-    for path in ("advantage.eps", "kl.coefficient", "entropy.coefficient"):
+    for path in ("kl.target", "entropy.target"):
+        if axes[path] is not None and not 0 < axes[path] < math.inf:
+            found.append(f"algorithm.{path} is {axes[path]!r}, but must be a finite number above 0, or null")
+    if not math.isfinite(axes["positive_nll.threshold"]):
+        found.append(f"algorithm.positive_nll.threshold is {axes['positive_nll.threshold']!r}, but must be finite")
+    for path in ("advantage.eps", "kl.coefficient", "entropy.coefficient", "entropy.step", "positive_nll.coefficient"):
         if not 0 <= axes[path] < math.inf:
             found.append(f"algorithm.{path} is {axes[path]!r}, but must be a finite number of at least 0")
     return found
@@ -111,7 +94,7 @@ def value_errors(values: Mapping[str, Any]) -> list[str]:
 
 def composition_warnings(values: Mapping[str, Any]) -> list[str]:
     """What is allowed and rarely meant."""
-    axes = _Axes(values)
+    axes = Axes(values)
     found = []
     if axes["level"] in ("seq_geo", "seq_geo_token") and axes.name("trust") == "clip":
         wide = {key: axes.argument("trust", key, 0.2) for key in ("lo", "hi")}
@@ -132,7 +115,7 @@ def composition_warnings(values: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _forms(axes: _Axes) -> Iterator[str]:
+def _forms(axes: Axes) -> Iterator[str]:
     trust, form, level = axes.name("trust"), axes["form"], axes["level"]
     known = TRUST_FORMS.get(trust, "any")
     if known not in (form, "any"):
@@ -153,7 +136,7 @@ def _forms(axes: _Axes) -> Iterator[str]:
         )
 
 
-def _levels(axes: _Axes) -> Iterator[str]:
+def _levels(axes: Axes) -> Iterator[str]:
     trust, level = axes.name("trust"), axes["level"]
     allowed = TRUST_LEVELS.get(trust, ())
     if allowed and level not in (*allowed, "none"):
@@ -173,7 +156,7 @@ def _levels(axes: _Axes) -> Iterator[str]:
         )
 
 
-def _anchors(axes: _Axes) -> Iterator[str]:
+def _anchors(axes: Axes) -> Iterator[str]:
     anchor, trust, correction = axes["anchor"], axes.name("trust"), axes.name("correction")
     if anchor == "rollout" and correction in MISMATCH_WEIGHTS:
         yield (
@@ -187,7 +170,7 @@ def _anchors(axes: _Axes) -> Iterator[str]:
         )
 
 
-def _corrections(axes: _Axes) -> Iterator[str]:
+def _corrections(axes: Axes) -> Iterator[str]:
     correction, level = axes.name("correction"), axes["level"]
     if level != "geo_clip" or correction not in MISMATCH_WEIGHTS:
         return
@@ -206,7 +189,7 @@ def _corrections(axes: _Axes) -> Iterator[str]:
     )
 
 
-def _router_shift(axes: _Axes) -> Iterator[str]:
+def _router_shift(axes: Axes) -> Iterator[str]:
     if not axes["router_shift.enabled"]:
         return
     level, stage = axes["level"], axes["router_shift.stage"]
@@ -222,7 +205,7 @@ def _router_shift(axes: _Axes) -> Iterator[str]:
         )
 
 
-def _kl(axes: _Axes) -> Iterator[str]:
+def _kl(axes: Axes) -> Iterator[str]:
     if axes["kl.place"] != "loss":
         return
     importance, straight = axes["kl.importance"], axes["kl.straight_through"]

@@ -35,6 +35,6 @@ shapings: Registry = Registry("shaping", "moerl.algorithms.shaping")
 """`(group: RolloutGroup, cfg) -> [g] float64`: what is added to the reward of each trajectory."""
 
 filters: Registry = Registry("filter", "moerl.algorithms.filters")
-"""By trait `acts_on`: `group`, `(RolloutGroup, cfg) -> reason to drop it | None`; `sample`, `(Trajectory, cfg) -> keep`;
-`members`, `(RolloutGroup, cfg) -> [g] bool, keep`; `prompt`, `(PassRate, step, cfg) -> sample it`, before the
+"""By trait `acts_on`: `group`, `(RolloutGroup, cfg) -> reason to drop it | None`; `sample`, `(Trajectory, cfg) ->
+keep`; `members`, `(RolloutGroup, cfg) -> [g] bool, keep`; `prompt`, `(PassRate, step, cfg) -> sample it`, before the
 rollout; `rollout`, `(RolloutGroup, cfg) -> [g] bool, sample it anew`."""

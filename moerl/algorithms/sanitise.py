@@ -24,7 +24,8 @@ class CleanInputs:
     """Inputs in which every token may be computed with."""
 
     inputs: LossInputs
-    """Detached but for `logprobs`, `entropy` and `values`; `mask`: where the policy term and sequence statistics may look."""
+    """Detached but for `logprobs`, `entropy` and `values`; `mask`: where the policy term and sequence statistics may
+    look."""
     live: Tensor
     """[t] bool: tokens that train, wider than `inputs.mask` by those whose rollout logprob alone is unusable."""
     metrics: Metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from moerl.errors import DataError
 from moerl.types import PackPlan
 
 
-def plan_packing(
+def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its caller
     lengths: Sequence[int],
     group_ids: Sequence[int],
     live_lengths: Sequence[int],
@@ -20,6 +20,7 @@ def plan_packing(
     num_epochs: int,
     max_tokens_per_microbatch: int,
     seed: int,
+    atoms: Sequence[int] | None = None,
 ) -> PackPlan:
     """Plan a step. Every sample is trained on once per epoch; none is dropped, none is split.
 
@@ -40,6 +41,7 @@ def plan_packing(
         num_epochs: passes over the samples.
         max_tokens_per_microbatch: budget of one forward.
         seed: of this step's shuffling.
+        atoms: [n], or None: samples of one group with the same number share a micro-batch (pairs of an objective).
 
     Raises:
         DataError: a sample above the budget, or a minibatch that cannot be shared out evenly.
@@ -53,16 +55,28 @@ def plan_packing(
                 f"{max_tokens_per_microbatch}; raise "
                 f"it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
             )
+    if atoms is not None:
+        _refuse_wide_atoms(atoms, lengths, max_tokens_per_microbatch)
     groups = _group_members(group_ids)
     live = [g for g, members in groups.items() if any(live_lengths[s] for s in members)]
     dead = [g for g in groups if g not in set(live)]
     epochs = _deal_epochs(groups, live, dead, wanted=num_minibatches, num_epochs=num_epochs, least=dp_size, seed=seed)
     assignment = tuple(
-        _share_out(samples, lengths, dp_size=dp_size, budget=max_tokens_per_microbatch)
+        _share_out(samples, lengths, dp_size=dp_size, budget=max_tokens_per_microbatch, atoms=atoms)
         for epoch in epochs
         for samples in epoch
     )
     return PackPlan(assignment)
+
+
+def _refuse_wide_atoms(atoms: Sequence[int], lengths: Sequence[int], budget: int) -> None:
+    for members in _group_members(atoms).values():
+        total = sum(lengths[sample] for sample in members)
+        if total > budget:
+            raise DataError(
+                f"samples {members} must share a micro-batch and have {total} tokens, but "
+                f"batch.max_tokens_per_microbatch is {budget}; raise it to twice the longest sample"
+            )
 
 
 def _group_members(group_ids: Sequence[int]) -> dict[int, list[int]]:
@@ -106,15 +120,17 @@ def _deal(
 
 
 def _share_out(
-    samples: list[int], lengths: Sequence[int], *, dp_size: int, budget: int
+    samples: list[int], lengths: Sequence[int], *, dp_size: int, budget: int, atoms: Sequence[int] | None
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """[ranks][micro-batches] -> samples, micro-batch counts equal."""
-    total = sum(lengths[s] for s in samples)
-    for per_rank in range(max(1, -(-total // (budget * dp_size))), len(samples) // dp_size + 1):
+    units = _units(samples, atoms)
+    sizes = {unit: sum(lengths[s] for s in members) for unit, members in units.items()}
+    total = sum(sizes.values())
+    for per_rank in range(max(1, -(-total // (budget * dp_size))), len(units) // dp_size + 1):
         for fill in (_fill_evenly, _fill_tightly):
-            bins = fill(samples, lengths, num_bins=per_rank * dp_size, budget=budget)
-            if all(members and sum(lengths[s] for s in members) <= budget for members in bins):
-                return _bins_to_ranks(bins, lengths, dp_size=dp_size)
+            bins = fill(list(units), sizes, num_bins=per_rank * dp_size, budget=budget)
+            if all(members and sum(sizes[u] for u in members) <= budget for members in bins):
+                return _bins_to_ranks([[s for u in members for s in units[u]] for members in bins], lengths, dp_size)
     raise DataError(
         f"{len(samples)} samples ({total} tokens, longest {max(lengths[s] for s in samples)}) cannot be cut into "
         f"equally many "
@@ -124,7 +140,17 @@ def _share_out(
     )
 
 
-def _fill_evenly(samples: list[int], lengths: Sequence[int], *, num_bins: int, budget: int) -> list[list[int]]:
+def _units(samples: list[int], atoms: Sequence[int] | None) -> dict[int, list[int]]:
+    """What cannot be parted, by its first sample."""
+    if atoms is None:
+        return {sample: [sample] for sample in samples}
+    members: dict[int, list[int]] = {}
+    for sample in samples:
+        members.setdefault(atoms[sample], []).append(sample)
+    return {min(one): one for one in members.values()}
+
+
+def _fill_evenly(samples: list[int], lengths: Mapping[int, int], *, num_bins: int, budget: int) -> list[list[int]]:
     """Longest first, each into the lightest bin, whatever the budget: the best balance; no bin stays empty."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
@@ -135,7 +161,7 @@ def _fill_evenly(samples: list[int], lengths: Sequence[int], *, num_bins: int, b
     return bins
 
 
-def _fill_tightly(samples: list[int], lengths: Sequence[int], *, num_bins: int, budget: int) -> list[list[int]]:
+def _fill_tightly(samples: list[int], lengths: Mapping[int, int], *, num_bins: int, budget: int) -> list[list[int]]:
     """Longest first, each into the fullest bin with room: fits where even filling does not. No bin stays empty."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
@@ -150,7 +176,7 @@ def _fill_tightly(samples: list[int], lengths: Sequence[int], *, num_bins: int, 
 
 
 def _bins_to_ranks(
-    bins: list[list[int]], lengths: Sequence[int], *, dp_size: int
+    bins: list[list[int]], lengths: Sequence[int], dp_size: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Bins of like weight run side by side; within a round the rank with least so far takes the heaviest."""
     ranks: list[list[tuple[int, ...]]] = [[] for _ in range(dp_size)]

@@ -13,7 +13,7 @@ from moerl.errors import ConfigError
 from moerl.mcore.step import TokenScores
 from moerl.types import MicroBatch, StepBatch
 
-FILLED = frozenset({"old_logprobs", "ref_logprobs", "entropy", "router_shift", "rewards", "group_ids"})
+FILLED = frozenset({"old_logprobs", "ref_logprobs", "entropy", "old_entropy", "router_shift", "rewards", "group_ids"})
 """Optional fields of `LossInputs` that this learner can fill; values need a critic."""
 
 
@@ -32,6 +32,7 @@ def loss_inputs(
         "old_logprobs": lambda: where_live(batch.old_logprobs),
         "ref_logprobs": lambda: where_live(batch.ref_logprobs),
         "entropy": lambda: scores.entropy,
+        "old_entropy": lambda: batch.old_entropy,
         "router_shift": lambda: router_shift,
         "rewards": lambda: batch.rewards,
         "group_ids": lambda: batch.group_ids,

@@ -92,6 +92,18 @@ class ParallelState:
             dist.all_reduce(value, group=self.dp.group)
         return value
 
+    def gather_over_data(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """Every data-parallel rank's `value` [n], in rank order; n may differ between ranks."""
+        if self.dp.size == 1:
+            return [value]
+        counts = [torch.zeros(1, dtype=torch.int64, device=value.device) for _ in range(self.dp.size)]
+        dist.all_gather(counts, torch.tensor([len(value)], device=value.device), group=self.dp.group)
+        longest = int(torch.cat(counts).max())
+        parts = [value.new_zeros(longest) for _ in range(self.dp.size)]
+        padded = torch.cat([value, value.new_zeros(longest - len(value))])
+        dist.all_gather(parts, padded, group=self.dp.group)
+        return [part[: int(count)] for part, count in zip(parts, counts, strict=True)]
+
 
 def initialize_parallel(section: ParallelSection, seed: int) -> ParallelState:
     """Join the process group (torchrun's, or alone without it), build megatron's groups, seed its RNG tracker.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.load_metrics import load_of_counts
-from moerl.algorithms.types import LossInputs
+from moerl.algorithms.types import OLD_PASS, LossInputs
 from moerl.config.schema import ModelSection, OptimSection, ParallelSection, PrecisionSection
 from moerl.errors import ConfigError, DataError
 from moerl.mcore import checkpoint, moe_stats
@@ -144,7 +144,7 @@ class MegatronPolicy:
             results = self._runner.forward(first_epoch, self._replay_for_score, observe=True)
             self._keep_old_routing(batch, first_epoch, results)
             for fields, micro, result in zip(filled, first_epoch, results, strict=True):
-                fields.update(self._old_fields(micro, result))
+                fields.update(self._old_fields(micro, result, needs))
             metrics = self._pair_metrics(first_epoch, results)
         if "ref_logprobs" in needs:
             with self._reference_weights():
@@ -154,7 +154,7 @@ class MegatronPolicy:
         return fill_step(batch, first_epoch, filled), metrics
 
     def _needs_old_pass(self, batch: StepBatch, needs: frozenset[str]) -> bool:
-        if needs & {"router_shift"}:
+        if needs & {"router_shift", "old_entropy", OLD_PASS}:
             return True
         return len(batch.minibatches) > 1 and (bool(needs & {"old_logprobs"}) or self._routing == "R2")
 
@@ -166,8 +166,10 @@ class MegatronPolicy:
             return _rollout_routes(batch)
         return (batch.old_routes, None) if self._routing == "R2" else (None, None)
 
-    def _old_fields(self, batch: MicroBatch, result: MicroResult) -> dict[str, Tensor]:
+    def _old_fields(self, batch: MicroBatch, result: MicroResult, needs: frozenset[str]) -> dict[str, Tensor]:
         fields = {"old_logprobs": result.logprobs}
+        if "old_entropy" in needs:
+            fields["old_entropy"] = result.entropy
         if result.observed is not None:
             fields["old_routes"] = result.observed.own_routes
             used = self._shift_set(batch, result.observed.own_routes)

@@ -31,7 +31,7 @@ class GroupDpoConfig:
         check_above("objective.beta", self.beta, 0.0)
 
 
-@objectives.register("group_dpo", GroupDpoConfig, needs=("ref_logprobs", "group_ids"), replaces=True)
+@objectives.register("group_dpo", GroupDpoConfig, needs=("ref_logprobs", "group_ids"), replaces=True, pairs=True)
 def group_dpo(x: LossInputs, cfg: GroupDpoConfig) -> TokenLoss:
     """The group's loss on each of its tokens: under `prompt_mean` they sum to the mean over the used groups."""
     _, groups = x.group_ids.unique(return_inverse=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moerl.algorithms.checks import check_range
+from moerl.algorithms.duplicates import copies
 from moerl.algorithms.registries import shapings
-from moerl.types import RolloutGroup, Trajectory
+from moerl.types import RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,7 @@ class DuplicatesConfig:
         check_range("shaping.penalty", self.penalty, -np.inf, 0.0)
 
 
-def _content(trajectory: Trajectory) -> bytes:
-    """Sampled ids without the stop token, of which a model may have several."""
-    sampled = trajectory.token_ids[trajectory.loss_mask]
-    return (sampled[:-1] if trajectory.finish_reason == "stop" else sampled).tobytes()
-
-
 @shapings.register("duplicates", DuplicatesConfig)
 def duplicates(group: RolloutGroup, cfg: DuplicatesConfig) -> np.ndarray:
     """Zero for firsts, the penalty for copies."""
-    seen: set[bytes] = set()
-    result = np.zeros(len(group.trajectories))
-    for index, trajectory in enumerate(group.trajectories):
-        content = _content(trajectory)
-        result[index] = cfg.penalty if content in seen else 0.0
-        seen.add(content)
-    return result
+    return np.where(copies(group), cfg.penalty, 0.0)
