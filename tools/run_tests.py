@@ -103,10 +103,18 @@ def read_report(name: str, path: Path) -> Result:
         if case.find("failure") is not None or case.find("error") is not None:
             result.failed += 1
         elif skip is not None:
-            result.skips.append(f"{label}: {skip.get('message', 'no reason given')}")
+            result.skips.append(f"{label.strip('.')}: {skip_reason(skip)}")
         else:
             result.passed += 1
     return result
+
+
+def skip_reason(skip: ET.Element) -> str:
+    """The reason given; that of a whole file is in the text: `('<file>', <line>, 'Skipped: <reason>')`."""
+    message, text = skip.get("message", ""), skip.text or ""
+    if message != "collection skipped" or "Skipped: " not in text:
+        return message or "no reason given"
+    return text.split("Skipped: ", 1)[1].rstrip("')\"")
 
 
 def has_tests(folders: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -156,15 +157,21 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
 
 
 def _merge(layers: list[tuple[Values, str]], assignments: list[tuple[list[str], Any, str]], preset: Values) -> Values:
-    merged = cast("Values", OmegaConf.to_container(OmegaConf.structured(RunConfig)))
+    merged = _defaults()
     if preset:
         merged = overlaid(merged, {"algorithm": preset}, ROOT)
     for values, _ in layers:
         merged = overlaid(merged, values, ROOT)
     for path, value, source in assignments:
         merged = assigned(merged, path, value, ROOT, source)
-        _check_types(merged, source)
+        _check_types({path[0]: merged[path[0]]}, source)
     return merged
+
+
+@functools.cache
+def _defaults() -> Values:
+    """The schema's defaults; shared, as overlays copy what they change."""
+    return cast("Values", OmegaConf.to_container(OmegaConf.structured(RunConfig)))
 
 
 def _preset_values(merged: Values, presets: Mapping[str, Mapping[str, Any]]) -> Values:
@@ -186,7 +193,10 @@ def _check_types(values: Values, source: str) -> None:
     _spell_out_bools(values, "", source)
     for path, section, element in _list_elements(values, ROOT, ""):
         _check_section(element, section, f"{path}.", source)
-    _check_section(values, RunConfig, "", source)
+    for key, item in values.items():
+        section = fields_of(RunConfig)[key].section
+        if section is not None and isinstance(item, dict):
+            _check_section(item, section, f"{key}.", source)
 
 
 def _check_section(values: Values, section: type, prefix: str, source: str) -> None:

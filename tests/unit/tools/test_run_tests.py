@@ -1,0 +1,79 @@
+"""tools/run_tests.py: counts and skip reasons of real pytest reports; a failure counts however it comes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+MIXED = """
+import pytest
+def test_good(): pass
+def test_bad(): assert False
+@pytest.fixture
+def broken(): raise RuntimeError
+def test_error(broken): pass
+@pytest.mark.skip(reason="no GPU here")
+def test_skipped(): pass
+"""
+WHOLE_FILE = "import pytest\npytest.importorskip('no_such_module', reason='needs no_such_module')\n"
+
+
+@pytest.fixture(scope="module")
+def run_tests():
+    spec = importlib.util.spec_from_file_location("run_tests", ROOT / "tools" / "run_tests.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["run_tests"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["run_tests"]
+
+
+def test_counts_and_reasons(run_tests, tmp_path, capfd):
+    (tmp_path / "test_mixed.py").write_text(MIXED)
+    (tmp_path / "test_whole.py").write_text(WHOLE_FILE)
+    result = run_tests.run_group("unit", [str(tmp_path)], [])
+    assert (result.passed, result.failed, len(result.skips)) == (1, 2, 2)
+    assert any(skip.endswith("test_skipped: no GPU here") for skip in result.skips)
+    assert any(skip.endswith("test_whole: needs no_such_module") for skip in result.skips)
+    assert run_tests.print_table([result]) == 2
+    out = capfd.readouterr().out
+    assert out.splitlines()[-1] == "1 passed, 2 failed, 2 skipped"
+    assert "no GPU here" in out
+
+
+def test_a_pytest_that_breaks_counts_as_failed(run_tests, tmp_path):
+    (tmp_path / "test_dies.py").write_text("import os\ndef test_dies(): os._exit(3)\n")
+    assert run_tests.run_group("unit", [str(tmp_path)], []).failed == 1
+
+
+def holders_of(path):
+    """Processes whose standard output is `path`."""
+    links = Path("/proc").glob("[0-9]*/fd/1")
+    return [link for link in links if os.access(link, os.R_OK) and link.resolve() == path]
+
+
+def test_a_group_over_its_limit_is_ended_with_its_children(run_tests, monkeypatch, tmp_path):
+    monkeypatch.setattr(run_tests, "GROUP_LIMIT_SECONDS", 2)
+    code = (
+        "import subprocess, sys; child = subprocess.Popen(['sleep', '60'], stdout=open(sys.argv[1], 'w')); child.wait()"
+    )
+    alive = tmp_path / "alive"
+    status, seconds = run_tests.run([sys.executable, "-c", code, str(alive)])
+    assert status != 0
+    assert seconds < 30
+    assert alive.exists()
+    deadline = time.monotonic() + 20
+    while holders_of(alive) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert holders_of(alive) == [], "the child outlived its group"
+
+
+def test_a_check_that_fails_is_one_failure(run_tests):
+    assert run_tests.run_check("x", ["false"]).failed == 1
+    assert run_tests.run_check("x", ["true"]).passed == 1
