@@ -95,6 +95,35 @@ def oracle_inputs(model: ReferenceModel, micro: MicroBatch, needs: frozenset[str
     )
 
 
+def oracle_values(model: ReferenceModel, weight: Tensor, bias: Tensor, micro: MicroBatch) -> Tensor:
+    """Values [t] of the plain backbone under a linear head, `weight` [1, h] and `bias` [1], with gradient to all."""
+    hidden = model.hidden_packed(micro.token_ids, micro.cu_seqlens, micro.position_ids)
+    values = F.pad(F.linear(hidden[:-1], weight, bias)[:, 0], (1, 0))
+    return torch.where(micro.position_ids == 0, 0.0, values)
+
+
+def oracle_value_gradients(
+    model: ReferenceModel, weight: Tensor, bias: Tensor, minibatch: Sequence[MicroBatch], *, clip: float | None
+) -> dict[str, Tensor]:
+    """Gradient of the value loss's sum over a credited minibatch, by Hugging Face name and `value_head.*`.
+
+    Written out here without the learner's loss: half the larger of two squares, by each token's weight.
+    """
+    named = {**model.hf_state(), "value_head.weight": weight, "value_head.bias": bias}
+    for parameter in named.values():
+        parameter.grad = None
+    for micro in minibatch:
+        if micro.returns is None or micro.old_values is None:
+            raise DataError("the batch has no returns; take one that the token credit has seen")
+        values = oracle_values(model, weight, bias, micro)
+        loss = (values - micro.returns) ** 2
+        if clip is not None:
+            near = torch.maximum(torch.minimum(values, micro.old_values + clip), micro.old_values - clip)
+            loss = torch.maximum(loss, (near - micro.returns) ** 2)
+        (0.5 * micro.weights.value * loss)[micro.mask].sum().backward()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named.items()}
+
+
 def compare_gradients(oracle: Mapping[str, Tensor], learner: Mapping[str, Tensor]) -> list[GradientGap]:
     """The gap of every tensor, those with a NaN first, then the widest.
 

@@ -4,10 +4,13 @@ arXiv 2504.05118). Functions of packed [t] tensors; index j of a value speaks of
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from moerl.algorithms.segments import masked_seq_sum
+from moerl.config.schema import AdvantageSection, CriticSection
 
 
 def gae(
@@ -69,3 +72,41 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
     is_clipped = clipped > plain
     return 0.5 * torch.where(is_clipped, clipped, plain), is_clipped.detach()
+
+
+def on_last_token(rewards: Tensor, mask: Tensor, seq_ids: Tensor) -> Tensor:
+    """`rewards` [t] on the last live token of each sequence, 0 elsewhere: where an answer's reward is paid."""
+    positions = mask.nonzero().squeeze(1)
+    is_last = torch.ones_like(positions, dtype=torch.bool)
+    is_last[:-1] = seq_ids[positions][1:] != seq_ids[positions][:-1]
+    result = torch.zeros_like(rewards)
+    result[positions[is_last]] = rewards[positions[is_last]]
+    return result
+
+
+@dataclass(frozen=True)
+class ValueCredit:
+    """Advantages for the policy and targets for the critic, each with its own lambda."""
+
+    gamma: float
+    gae_lambda: float
+    gae_alpha: float | None
+    critic_lambda: float | None
+
+    @classmethod
+    def of(cls, advantage: AdvantageSection, critic: CriticSection) -> ValueCredit:
+        """As configured."""
+        return cls(advantage.gamma, advantage.gae_lambda, advantage.gae_alpha, critic.gae_lambda)
+
+    def __call__(
+        self, token_rewards: Tensor, old_values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int
+    ) -> tuple[Tensor, Tensor]:
+        """(advantages, returns) [t] float64 each, 0 outside `mask`."""
+        lam: Tensor | float = self.gae_lambda
+        if self.gae_alpha is not None:
+            lam = adaptive_lambda(mask, seq_ids, num_seqs, alpha=self.gae_alpha)
+        advantages = gae(token_rewards, old_values, mask, seq_ids, lam=lam, gamma=self.gamma)
+        targets = advantages
+        if self.critic_lambda is not None:
+            targets = gae(token_rewards, old_values, mask, seq_ids, lam=self.critic_lambda, gamma=self.gamma)
+        return advantages, torch.where(mask, targets + old_values.double(), 0.0)

@@ -290,10 +290,10 @@ def _own_routes(batch: MicroBatch) -> Routes:
 
 
 def _targets(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """(returns, old values), both [t]."""
+    """(returns, old values), both [t]; 0 outside the mask."""
     if batch.returns is None or batch.old_values is None:
         raise ConfigError(
             "the critic was to be updated on a batch without returns or old values; score it with the critic and let "
             "the token credit fill the returns first"
         )
-    return batch.returns, batch.old_values
+    return torch.where(batch.mask, batch.returns, 0.0), torch.where(batch.mask, batch.old_values, 0.0)

@@ -126,6 +126,11 @@ class ReferenceModel(nn.Module):
         router_logits, chosen, own = (torch.stack(part, dim=1) for part in zip(*records, strict=True))
         return ModelOutput(logits, router_logits, chosen, own)
 
+    def hidden_packed(self, token_ids: Tensor, cu_seqlens: Tensor, position_ids: Tensor) -> Tensor:
+        """[t, h] after the last norm, own routes; what a value head stands on."""
+        bounds = _check_bounds(cu_seqlens, int(token_ids.shape[0]))
+        return self.model(token_ids, bounds, position_ids, None, None)[0]
+
     def forward(self, token_ids: Tensor, mask: Tensor | None = None) -> ModelOutput:
         """Forward of a padded batch: `token_ids` [b, s]; `mask` [b, s] bool, True on tokens (padding on any side)."""
         keep = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask.bool()
