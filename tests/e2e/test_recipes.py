@@ -22,7 +22,9 @@ def test_it_ends_and_agrees_with_the_engine(runs, name):
     assert max(run.values("mm/k3")) < 1e-9
     assert max(run.values("mm/logp_abs_mean")) < 1e-5
     assert max(run.values("route/expert_change")) < 1e-3
-    assert max(run.values("contract/ratio_deviation")) <= 1e-5
+    deviations = run.values("contract/ratio_deviation")
+    assert bool(deviations) == (name != "gym")  # with one minibatch the old policy is the current one
+    assert max(deviations, default=0.0) <= 1e-5
     assert all(math.isfinite(value) for row in run.rows for value in row.values())
     assert run.summary["steps"] == run.rows[-1]["step"] >= 1
     assert run.stderr == ""
