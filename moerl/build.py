@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from moerl.actor_critic import ActorCritic
 from moerl.algorithms.filtering import build_filters
 from moerl.algorithms.objective import build_objective
 from moerl.build_credit import (
@@ -43,11 +44,13 @@ from moerl.data.batch import build_step_batch
 from moerl.data.dump import save_step_batch
 from moerl.data.packing import plan_packing
 from moerl.loop import Rooms, Schedule
+from moerl.mcore.critic import MegatronCritic
 from moerl.mcore.policy import MegatronPolicy
 from moerl.metrics import Metrics, merge_into
 from moerl.models.family import family_of
 from moerl.models.hf_folder import read_config
 from moerl.probe import RouteProbe
+from moerl.protocols import Policy
 from moerl.records import Records, RecordSettings
 from moerl.run_folder import CHECKPOINTS, find_checkpoint, folder_of, is_finished, lock, model_id, prepare
 from moerl.telemetry.progress import Progress
@@ -121,9 +124,26 @@ def _policy(cfg: RunConfig) -> MegatronPolicy:
         router_shift=cfg.algorithm.router_shift.enabled,
         needs_reference="ref_logprobs" in objective.needs or cfg.algorithm.kl.place == "reward",
         gamma_min=cfg.algorithm.router_shift.gamma_min,
+        num_steps=cfg.run.num_steps - cfg.algorithm.critic.pretrain_steps,
+        seed=cfg.run.seed,
+    )
+
+
+def _learner(cfg: RunConfig, policy: MegatronPolicy) -> Policy:
+    """What the loop trains: the policy, with a critic beside it where the advantages need one."""
+    section = cfg.algorithm.critic
+    if section.init == "none":
+        return policy
+    critic = MegatronCritic.build(
+        model=cfg.model,
+        parallel=cfg.parallel,
+        precision=cfg.precision,
+        optim=cfg.optim,
+        critic=section,
         num_steps=cfg.run.num_steps,
         seed=cfg.run.seed,
     )
+    return ActorCritic(policy, critic, pretrain_steps=section.pretrain_steps)
 
 
 def _rooms(
@@ -163,7 +183,7 @@ def _rooms(
         credit=give_credit,
         pack=packer.pack,
         token_credit=token_credit,
-        policy=policy,
+        policy=_learner(cfg, policy),
         objective=objective,
         publish=publish,
         evaluator=evaluator,
@@ -236,6 +256,8 @@ def _publishing(cfg: RunConfig, side: RolloutSide, policy: MegatronPolicy) -> It
     with asyncio.Runner() as runner, contextlib.closing(transport):
 
         def publish() -> Metrics:
+            if policy.version == publisher.version:
+                return {}  # the engines have these weights
             return runner.run(publisher.publish(policy.export(), policy.version))
 
         yield publish

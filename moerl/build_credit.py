@@ -24,6 +24,7 @@ from moerl.algorithms.registries import (
 )
 from moerl.algorithms.reward_shaping import build_shaping
 from moerl.algorithms.token_weight.top_entropy import entropy_threshold
+from moerl.algorithms.values import ValueCredit
 from moerl.config.schema import AlgorithmSection
 from moerl.credit import CreditRules, Members
 from moerl.token_credit import TokenRules
@@ -90,6 +91,7 @@ def build_token_rules(algorithm: AlgorithmSection, objective: Objective, rules: 
         entropy=algorithm.entropy,
         is_per_token=credits_tokens(algorithm.advantage),
         removes=algorithm.correction.get("rejected") == "remove",
+        values=ValueCredit.of(algorithm.advantage, algorithm.critic) if algorithm.advantage.center == "value" else None,
         whiten=partial(post.target, cfg=post_cfg) if post.traits.get("acts_on") == "tokens" else None,
         threshold=threshold if weight.traits.get("entropy_quantile") else None,
         updates=schedule.traits["updates"],

@@ -115,7 +115,10 @@ class Rollouts(Protocol):
 class Policy(Protocol):
     """The learner."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Completed updates."""
+        ...
 
     def score(self, batch: StepBatch, needs: frozenset[str]) -> tuple[StepBatch, Metrics]:
         """Fill old / reference logprobs and routes, as `needs` asks; metrics of the pair (rollout, old)."""

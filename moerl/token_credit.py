@@ -1,7 +1,8 @@
 """Credit that needs logprobs: between the score pass and the update, over the whole step and all ranks.
 
-KL and entropy in the reward, removal of rejected tokens, whitening over tokens, the constants of every minibatch, and
-the optimizer updates that a minibatch is made of. What ranks must know of one another travels in one exchange.
+KL and entropy in the reward, GAE on a critic's values, removal of rejected tokens, whitening over tokens, the
+constants of every minibatch, and the optimizer updates that a minibatch is made of. What ranks must know of one
+another travels in one exchange.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from moerl.algorithms.types import (
     CreditInputs,
     LossInputs,
 )
+from moerl.algorithms.values import ValueCredit, on_last_token
 from moerl.config.schema import EntropySection, KLSection
 from moerl.credit import credit_inputs
 from moerl.data.batch import TermWeigh, Weigh, as_token_weights, token_weights
@@ -52,6 +54,8 @@ class TokenRules:
     """The KL in the reward goes to tokens, not to the answer's reward."""
     removes: bool
     """Rejected tokens leave the batch."""
+    values: ValueCredit | None
+    """Advantages and returns from a critic's values; the samples' advantages are then their rewards."""
     whiten: Callable[[Tensor], Tensor] | None
     """Live tokens' advantages of the step [m] float64 -> [m]."""
     threshold: Callable[[Tensor], float] | None
@@ -79,7 +83,7 @@ class TokenRules:
     @property
     def credits_anew(self) -> bool:
         """Group advantages must be made again from what the score pass found."""
-        return self.removes or (self.has_kl_reward and not self.is_per_token)
+        return self.values is None and (self.removes or (self.has_kl_reward and not self.is_per_token))
 
     @property
     def reads_tokens(self) -> bool:
@@ -141,7 +145,7 @@ class TokenCredit:
             samples: all samples of the step, those without a live token too.
         """
         rules = self.rules
-        if not (self.needs or rules.reads_tokens or rules.objective.needs_constants):
+        if not (self.needs or rules.reads_tokens or rules.values is not None or rules.objective.needs_constants):
             return batch, {}
         looks = [[self._look(m, micro) for micro in mini] for m, mini in enumerate(batch.minibatches)]
         rows, tokens = self._share([look for mini in looks for look in mini])
@@ -197,22 +201,24 @@ class TokenCredit:
         dropped = float((micro.mask & ~live).sum())
         micro = replace(micro, mask=live) if rules.removes else micro
         kl = _reward_kl(micro) if rules.has_kl_reward else torch.zeros_like(micro.advantages, dtype=torch.float64)
-        extra = self._extra(micro, kl)
+        micro, extra = self._extra(micro, kl)
         columns = torch.stack([live.double(), kl, weight.double() * kept, kept.double()])
         sums = [per_sequence(values, micro.mask | kept, micro.seq_ids, micro.num_seqs) for values in columns]
         ids = torch.tensor(micro.sample_ids, dtype=torch.float64, device=live.device)
         rows = torch.stack([torch.full_like(ids, minibatch), ids, *sums], 1)
         return _Look(micro, extra, rows, self._tokens(minibatch, micro, extra), Mean(kl.sum(), live.sum()), dropped)
 
-    def _extra(self, micro: MicroBatch, kl: Tensor) -> Tensor:
+    def _extra(self, micro: MicroBatch, kl: Tensor) -> tuple[MicroBatch, Tensor]:
         rules = self.rules
         rewards = torch.zeros_like(kl)
         if rules.has_entropy_reward:
             assert micro.old_entropy is not None
             rewards = rewards + self.coefficients.applied_entropy * micro.old_entropy.double()
+        if rules.values is not None:
+            return _valued(micro, rewards - self.coefficients.kl * kl, rules.values)
         if rules.has_kl_reward and rules.is_per_token:
-            return returns_to_go(rewards - self.coefficients.kl * kl, micro.mask, micro.seq_ids, micro.num_seqs)
-        return torch.where(micro.mask, rewards, 0.0)
+            rewards = returns_to_go(rewards - self.coefficients.kl * kl, micro.mask, micro.seq_ids, micro.num_seqs)
+        return micro, torch.where(micro.mask, rewards, 0.0)
 
     def _tokens(self, minibatch: int, micro: MicroBatch, extra: Tensor) -> Tensor:
         rules, live = self.rules, micro.mask
@@ -243,7 +249,7 @@ class TokenCredit:
             before = samples[packed[index].sample_id]
             bonus = -self.coefficients.kl * kl if self.rules.has_kl_reward else 0.0
             assert before.components is not None
-            gone = self.rules.removes and live == 0
+            gone = self.rules.removes and live == 0 and packed[index].loss_mask.any()
             components = np.full_like(before.components, np.nan) if gone else before.components
             made[before.sample_id] = replace(before, shaping=before.shaping + bonus, components=components)
         advantages, _ = self.rules.advantages(credit_inputs(made, self.rules.reward_weights, self.rules.state))
@@ -334,6 +340,14 @@ def _reward_kl(micro: MicroBatch) -> Tensor:
     assert micro.ref_logprobs is not None
     usable = micro.mask & micro.old_logprobs.isfinite() & micro.ref_logprobs.isfinite()
     return torch.where(usable, kl_estimate("k1", micro.old_logprobs.double(), micro.ref_logprobs.double()), 0.0)
+
+
+def _valued(micro: MicroBatch, token_rewards: Tensor, credit: ValueCredit) -> tuple[MicroBatch, Tensor]:
+    """Returns into the batch; advantages [t] in place of the answer's reward, which its last live token gets."""
+    assert micro.old_values is not None
+    paid = token_rewards + on_last_token(micro.advantages.double(), micro.mask, micro.seq_ids)
+    advantages, returns = credit(paid, micro.old_values, micro.mask, micro.seq_ids, micro.num_seqs)
+    return replace(micro, advantages=torch.zeros_like(micro.advantages), returns=returns.float()), advantages
 
 
 def _finish(

@@ -8,6 +8,7 @@ from typing import Any
 
 from moerl.algorithms.axes import Axes
 from moerl.algorithms.compose_credit import CONSTANT_ADVANTAGE_LEVELS, CREDIT_RULES, TOKEN_ADVANTAGE_POSTS
+from moerl.algorithms.compose_models import MODEL_RULES, model_values
 from moerl.config.choices import choice_fault
 
 TRUST_FORMS: Mapping[str, str] = {
@@ -39,7 +40,7 @@ SAME_AGGREGATION = "same"
 """Name of a term's aggregation that is the policy term's."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "advantage.center": ("none", "group_mean", "group_loo", "batch_mean", "history"),
+    "advantage.center": ("none", "group_mean", "group_loo", "batch_mean", "history", "value"),
     "advantage.scale": ("none", "group_std", "batch_std_raw", "batch_std_centered"),
     "advantage.singleton": ("zero", "raw"),
     "anchor": ("old", "rollout"),
@@ -50,6 +51,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "kl.place": ("none", "loss", "reward"),
     "kl.estimator": ("k1", "k2", "k3"),
     "entropy.place": ("none", "loss", "reward"),
+    "teacher.place": ("reward", "kl"),
 }
 
 
@@ -68,6 +70,7 @@ def composition_errors(values: Mapping[str, Any]) -> list[str]:
         _router_shift,
         _kl,
         *CREDIT_RULES,
+        *MODEL_RULES,
     )
     return [message for rule in rules for message in rule(axes)]
 
@@ -89,6 +92,7 @@ def value_errors(values: Mapping[str, Any]) -> list[str]:
     for path in ("advantage.eps", "kl.coefficient", "entropy.coefficient", "entropy.step", "positive_nll.coefficient"):
         if not 0 <= axes[path] < math.inf:
             found.append(f"algorithm.{path} is {axes[path]!r}, but must be a finite number of at least 0")
+    found += model_values(axes)
     return found
 
 

@@ -41,14 +41,17 @@ def rejected(axes: Axes) -> Iterator[str]:
 
 def credits_tokens(advantage: AdvantageSection) -> bool:
     """Whether rewards of single tokens stay with the tokens: the advantage is the plain reward, neither centred nor
-    scaled nor transformed.
+    scaled nor transformed, or GAE of it.
     """
-    return (advantage.center, advantage.scale, advantage.transform.get("name")) == ("none", "none", "identity")
+    return _keeps_tokens(advantage.center, advantage.scale, str(advantage.transform.get("name")))
 
 
 def _credits_tokens(axes: Axes) -> bool:
-    names = (axes["advantage.center"], axes["advantage.scale"], axes.name("advantage.transform"))
-    return names == ("none", "none", "identity")
+    return _keeps_tokens(axes["advantage.center"], axes["advantage.scale"], axes.name("advantage.transform"))
+
+
+def _keeps_tokens(center: str, scale: str, transform: str) -> bool:
+    return center in ("none", "value") and (scale, transform) == ("none", "identity")
 
 
 def coefficients(axes: Axes) -> Iterator[str]:

@@ -28,6 +28,8 @@ class Preset:
 _GROUP = {"center": "group_mean", "scale": "group_std"}
 _GROUP_MEAN = {"center": "group_mean", "scale": "none"}
 _RAW_REWARD = {"center": "none", "scale": "none"}
+_VALUE = {"center": "value", "scale": "none", "post": {"name": "whiten_tokens"}}
+_KL_REWARD = {"place": "reward", "estimator": "k1"}
 _TOKEN_MEAN = {"name": "token_mean"}
 _SEQ_MEAN = {"name": "seq_mean_token_mean"}
 _SEQ_SUM = {"name": "seq_mean_token_sum"}
@@ -273,6 +275,24 @@ PRESETS: dict[str, Preset] = {
         _ppo({**_GROUP, "transform": {"name": "decoupled", "batch_norm": True}}, _SEQ_MEAN),
         "every reward component normalised in its group before they are summed",
         "2601.05242",
+    ),
+    "ppo": Preset(
+        ppo_point(VALUE, TOKEN_MEAN, critic={"init": "policy"}, kl={**KL_REWARD, "coefficient": 0.01}),
+        "a critic's GAE advantages, whitened over tokens, KL to the reference in the reward",
+        "1707.06347",
+    ),
+    "vapo": Preset(
+        ppo_point(
+            {**VALUE, "gae_alpha": 0.05},
+            TOKEN_MEAN,
+            0.2,
+            0.28,
+            critic={"init": "policy", "gae_lambda": 1.0, "pretrain_steps": 50},
+            positive_nll={"coefficient": 0.1},
+        ),
+        "PPO with a lambda that follows the answer's length, plain returns for a critic that trains first, "
+        "clip-higher, and a likelihood term on right answers",
+        "2504.05118",
     ),
     "reinforce_pp_loo": Preset(
         _ppo({"center": "group_loo", "scale": "none"}, _SEQ_MEAN, kl=_kl(0.04)),

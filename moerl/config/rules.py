@@ -181,6 +181,16 @@ def group_size(cfg: RunConfig) -> Iterator[str]:
         )
 
 
+def critic(cfg: RunConfig) -> Iterator[str]:
+    """The policy must get a step."""
+    steps = cfg.algorithm.critic.pretrain_steps
+    if cfg.algorithm.critic.init != "none" and steps >= cfg.run.num_steps:
+        yield (
+            f"algorithm.critic.pretrain_steps is {steps}, but must be below run.num_steps, {cfg.run.num_steps}, which "
+            "counts them: the policy would never train"
+        )
+
+
 def minibatches(cfg: RunConfig) -> Iterator[str]:
     """Each optimizer step needs at least one prompt."""
     if cfg.batch.num_minibatches > cfg.rollout.prompts_per_step:
@@ -341,6 +351,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     supervised,
     rewards,
     schedule,
+    critic,
     minibatches,
     microbatch_tokens,
     pass_at,

@@ -100,7 +100,7 @@ class RewardTable:
 
     def _centred(self, values: Tensor) -> Tensor:
         center = self.settings.center
-        if center in ("none", "history"):
+        if center in ("none", "history", "value"):
             return values
         if center == "batch_mean":
             return values - self.batch_mean(values)

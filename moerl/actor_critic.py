@@ -1,0 +1,62 @@
+"""Policy and critic as one learner: to the loop it is a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from moerl.metrics import Last, Metrics, merge_into
+from moerl.protocols import Critic, Policy
+from moerl.types import StepBatch
+
+
+class ActorCritic:
+    """Scores with both, trains both on the same minibatches, keeps both in one checkpoint."""
+
+    def __init__(self, policy: Policy, critic: Critic, *, pretrain_steps: int) -> None:
+        """During the critic's first `pretrain_steps` updates the policy holds (VAPO, arXiv 2504.05118)."""
+        self._policy = policy
+        self._critic = critic
+        self._pretrain_steps = pretrain_steps
+
+    @property
+    def version(self) -> int:
+        """The policy's: its completed updates."""
+        return self._policy.version
+
+    def score(self, batch: StepBatch, needs: frozenset[str]) -> tuple[StepBatch, Metrics]:
+        """As the policy's, and `old_values`."""
+        batch, metrics = self._policy.score(batch, needs)
+        return self._critic.score(batch), metrics
+
+    def update(self, batch: StepBatch, objective: Any) -> Metrics:
+        """One optimizer step per minibatch of the critic, then of the policy.
+
+        Raises:
+            NumericsError: a loss or gradient of either is not finite.
+        """
+        metrics = self._critic.update(batch)
+        is_pretraining = self._critic.version <= self._pretrain_steps
+        metrics["critic/is_pretraining"] = Last(float(is_pretraining))
+        return metrics if is_pretraining else merge_into(metrics, self._policy.update(batch, objective))
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights: engines know no critic."""
+        return self._policy.export()
+
+    def save(self, folder: Path) -> None:
+        """Both; the critic's files are in a folder of their own inside."""
+        self._policy.save(folder)
+        self._critic.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Restore both, bit for bit.
+
+        Raises:
+            CheckpointError: a part is missing, damaged or of another model.
+        """
+        self._policy.load(folder)
+        self._critic.load(folder)
