@@ -277,14 +277,14 @@ PRESETS: dict[str, Preset] = {
         "2601.05242",
     ),
     "ppo": Preset(
-        ppo_point(VALUE, TOKEN_MEAN, critic={"init": "policy"}, kl={**KL_REWARD, "coefficient": 0.01}),
+        _ppo(_VALUE, _TOKEN_MEAN, critic={"init": "policy"}, kl={**_KL_REWARD, "coefficient": 0.01}),
         "a critic's GAE advantages, whitened over tokens, KL to the reference in the reward",
         "1707.06347",
     ),
     "vapo": Preset(
-        ppo_point(
-            {**VALUE, "gae_alpha": 0.05},
-            TOKEN_MEAN,
+        _ppo(
+            {**_VALUE, "gae_alpha": 0.05},
+            _TOKEN_MEAN,
             0.2,
             0.28,
             critic={"init": "policy", "gae_lambda": 1.0, "pretrain_steps": 50},
