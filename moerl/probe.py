@@ -6,6 +6,8 @@ the tokens never change, nothing but the weights moves these numbers.
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,9 @@ from torch import Tensor
 from moerl.algorithms.route_metrics import route_metrics
 from moerl.metrics import Metrics, merge_into
 from moerl.types import MicroBatch, RolloutGroup, RouterStats, Sample
+
+MAX_LOG_PROBS = 4_000_000
+"""Router log-probabilities (tokens x layers x experts) of step 0 that are kept, in memory and in every checkpoint."""
 
 Observe = Callable[[Sequence[MicroBatch]], list[RouterStats]]
 Pack = Callable[[Sequence[Sample]], Sequence[MicroBatch]]
@@ -37,7 +42,12 @@ class RouteProbe:
         trajectories = [t for group in groups for t in group.trajectories if t.status == "ok" and t.loss_mask.any()]
         self._samples = [_probe_sample(i, t.token_ids, t.loss_mask) for i, t in enumerate(trajectories)]
         if self._samples:
-            self._first = self._last = self._routes()
+            first = self._routes()
+            fitting = _fitting(self._samples, first)
+            if fitting < len(self._samples):
+                self._samples = self._samples[:fitting]
+                first = self._routes()
+            self._first = self._last = first
 
     def measure(self) -> Metrics:
         """Metrics of the pairs (last step, now) and (step 0, now); {} where there is no probe."""
@@ -56,8 +66,8 @@ class RouteProbe:
         return {
             "tokens": [s.token_ids.tolist() for s in self._samples],
             "masks": [s.loss_mask.astype(int).tolist() for s in self._samples],
-            "first_routes": self._first.own_routes.tolist(),
-            "first_log_probs": self._first.log_probs.tolist(),
+            "first_routes": _to_text(self._first.own_routes),
+            "first_log_probs": _to_text(self._first.log_probs),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -71,7 +81,7 @@ class RouteProbe:
         self._last = self._routes()
         device = self._last.own_routes.device
         self._first = RouterStats(
-            torch.tensor(state["first_routes"], device=device), torch.tensor(state["first_log_probs"], device=device)
+            _to_tensor(state["first_routes"], device), _to_tensor(state["first_log_probs"], device)
         )
 
     def _routes(self) -> RouterStats:
@@ -80,6 +90,26 @@ class RouteProbe:
         parts = self._observe(micro_batches)
         order = torch.cat([_owners(micro) for micro in micro_batches]).argsort(stable=True)
         return RouterStats(_cat([p.own_routes for p in parts])[order], _cat([p.log_probs for p in parts])[order])
+
+
+def _fitting(samples: Sequence[Sample], seen: RouterStats) -> int:
+    """How many samples, from the first on and at least one, stay within `MAX_LOG_PROBS` numbers."""
+    layers, experts = (seen.log_probs.shape[1:]) if seen.log_probs is not None else seen.own_routes.shape[1:]
+    live = np.cumsum([int(sample.loss_mask.sum()) for sample in samples])
+    return max(1, int((live * layers * experts <= MAX_LOG_PROBS).sum()))
+
+
+def _to_text(tensor: Tensor) -> dict[str, Any]:
+    """Exact and compact in JSON: the bytes, compressed, in base 64."""
+    array = tensor.cpu().numpy()
+    data = base64.b64encode(zlib.compress(array.tobytes(), level=1)).decode()
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
+
+
+def _to_tensor(text: Mapping[str, Any], device: torch.device) -> Tensor:
+    raw = zlib.decompress(base64.b64decode(text["data"]))
+    array = np.frombuffer(raw, dtype=np.dtype(text["dtype"])).reshape(text["shape"])
+    return torch.from_numpy(array.copy()).to(device)
 
 
 def _owners(micro: MicroBatch) -> Tensor:

@@ -191,6 +191,14 @@ def test_a_resumed_run_measures_the_same_whatever_its_micro_batches(budget):
     assert resumed.state_dict() == probe.state_dict()
 
 
+def test_a_large_model_keeps_fewer_sequences(monkeypatch):
+    """What step 0 leaves in memory and in every checkpoint is bounded, at whole sequences and at least one."""
+    live = [len(group.trajectories[0].token_ids) - 1 for group in groups()]
+    for budget, kept in ((10**9, len(live)), (live[0] + live[1], 2), (1, 1)):
+        monkeypatch.setattr("moerl.probe.MAX_LOG_PROBS", budget * LAYERS * EXPERTS)
+        assert len(probe_of(Router()).state_dict()["tokens"]) == kept
+
+
 def test_an_empty_state_is_no_probe():
     probe = RouteProbe(Router().observe, Packer(64))
     probe.load_state_dict({})
