@@ -24,6 +24,7 @@ from moerl.build_credit import (
     MinibatchWeights,
     build_credit_rules,
     build_token_rules,
+    counts_empty,
     credit_state,
     packs_pairs,
 )
@@ -192,6 +193,7 @@ def _rooms(
         contract=StepZeroContract(cfg.precision.params, cfg.rollout.engine.get("precision", "fp32")),
         checkpoints=store,
         records=records,
+        counts_empty=counts_empty(cfg.algorithm),
         states={**memory, "coefficients": token_credit} if token_credit.is_adaptive else memory,
     )
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from moerl.algorithms.filtering import Filters
 from moerl.config.schema import DatasetConfig, RunConfig
+from moerl.curriculum import Curriculum
 from moerl.data.chat import ChatTokenizer
 from moerl.data.prompts import PromptMixture, PromptSet, check_disjoint, load_dataset
 from moerl.envs import environments
 from moerl.errors import DataError
 from moerl.evaluate import EvaluationSet, Evaluator
 from moerl.metrics import Metrics
-from moerl.protocols import RolloutEngine
+from moerl.protocols import RolloutEngine, Rollouts
 from moerl.reference.config import ReferenceConfig
 from moerl.reference.sampling import Sampler
 from moerl.rewards.scorer import RewardScorer, build_scorer
@@ -23,6 +24,7 @@ from moerl.rollout.buffer import RolloutBuffer
 from moerl.rollout.collect import Collector
 from moerl.rollout.engine import engines
 from moerl.rollout.engines.local_engine import LocalEngine, LocalEngineConfig
+from moerl.rollout.resample import ResamplingCollector
 from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -191,22 +193,24 @@ def build_evaluator(cfg: RunConfig, data: Data, side: RolloutSide) -> Evaluator:
     )
 
 
-def build_buffer(
-    cfg: RunConfig, data: Data, side: RolloutSide, filters: Filters
-) -> tuple[RolloutBuffer, PromptMixture]:
-    """The buffer, with the group filters inside, and the source that it draws from."""
+def build_buffer(cfg: RunConfig, data: Data, side: RolloutSide, filters: Filters) -> tuple[Rollouts, PromptMixture]:
+    """The buffer, with the filters of groups and prompts inside, and the source that it draws from."""
     source = PromptMixture(data.train, seed=cfg.run.seed, shuffle=cfg.data.shuffle)
+    curriculum = Curriculum(filters.prompt, sum(len(one.prompts) for one in data.train)) if filters.prompts else None
+    collector: Collector | ResamplingCollector = side.collector
+    if filters.resampling:
+        collector = ResamplingCollector(side.collector, filters.anew, filters.resampling_rounds)
     buffer = RolloutBuffer(
-        source=source,
-        collector=side.collector,
-        group_filter=filters.group,
+        source=source if curriculum is None else curriculum.source(source),
+        collector=collector,
+        group_filter=filters.group if curriculum is None else curriculum.group_filter(filters.group),
         prompts_per_step=cfg.rollout.prompts_per_step,
         group_size=cfg.rollout.group_size,
         params=side.sampling,
         refill_rounds=cfg.algorithm.refill_rounds,
         max_error_fraction=cfg.reward.max_error_fraction,
     )
-    return buffer, source
+    return (buffer if curriculum is None else curriculum.rollouts(buffer)), source
 
 
 def _completions(sets: Sequence[PromptSet]) -> Mapping[str, Any]:

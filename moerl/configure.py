@@ -48,8 +48,28 @@ def check_plugins(cfg: RunConfig) -> None:
             registry.resolve(node, where=where)
         except ConfigError as error:
             problems.append(str(error))
+    if not problems:
+        problems += _engine_rules(cfg)
     if problems:
         raise ConfigError("\n".join(problems) if len(problems) == 1 else "\n  - ".join(["several faults:", *problems]))
+
+
+def _engine_rules(cfg: RunConfig) -> list[str]:
+    """What the algorithm asks of the engine."""
+    from moerl.algorithms.registries import trust_regions
+    from moerl.rollout.engine import engines
+
+    trust, trust_cfg = trust_regions.resolve(cfg.algorithm.trust)
+    engine, _ = engines.resolve(cfg.rollout.engine)
+    needs_of = trust.traits.get("needs_of")
+    asks_topk = needs_of is not None and "rollout_topk" in needs_of(trust_cfg)
+    if asks_topk and not engine.traits.get("returns_topk", False):
+        return [
+            f"algorithm.trust.kind is {trust_cfg.kind!r}, which compares the engine's likeliest tokens, but "
+            f"rollout.engine {engine.name!r} returns no top-k logprobs: set algorithm.trust.kind to binary_tv or "
+            "binary_kl (presets dppo_tv, dppo_kl)"
+        ]
+    return []
 
 
 def _algorithm_rules(values: Mapping[str, Any]) -> list[str]:

@@ -62,6 +62,8 @@ class Rooms:
     contract: StepZeroContract
     checkpoints: CheckpointStore
     records: Records
+    counts_empty: bool = False
+    """Answers without a live token are packed too, for an aggregation that counts them."""
     states: Mapping[str, Stateful] = field(default_factory=dict)
     """What else a checkpoint holds: the memory of credit rules and of adaptive coefficients."""
 
@@ -94,8 +96,8 @@ def _train_step(rooms: Rooms, step: int) -> Metrics:
     records.rollouts(step, groups, metrics)
     samples, new = rooms.credit(groups)
     merge_into(metrics, new)
-    live = [sample for sample in samples if sample.loss_mask.any()]
-    if not live:
+    live = [sample for sample in samples if rooms.counts_empty or sample.loss_mask.any()]
+    if not any(sample.loss_mask.any() for sample in live):
         logger.warning("step %d: no token to train on (every group was filtered or masked); the weights stay", step)
         return merge_into(metrics, {"optim/skipped_steps": Sum(1.0)})
     with records.phase("pack"):

@@ -31,10 +31,9 @@ class Lengths:
         """N_tok, at least 1."""
         return max(float(self.tokens[self.live].sum()), 1.0)
 
-    @property
-    def num_seqs(self) -> float:
-        """N_seq, at least 1."""
-        return max(float(self.live.sum()), 1.0)
+    def num_seqs(self, *, count_empty: bool = False) -> float:
+        """N_seq, at least 1; with `count_empty` sequences without a live token count too."""
+        return max(float(len(self.live) if count_empty else self.live.sum()), 1.0)
 
 
 def sequence_weights(node: Mapping[str, Any], lengths: Tensor, group_ids: Tensor) -> Tensor:
@@ -83,11 +82,21 @@ class NoArguments:
 
 
 @dataclass(frozen=True)
-class FixedDenominatorConfig:
+class SequencesConfig:
+    """Which sequences a mean over sequences counts."""
+
+    count_empty: bool = False
+    """Also those without a live token (TRL, ROLL)."""
+
+
+@dataclass(frozen=True)
+class FixedDenominatorConfig(SequencesConfig):
     """Constant length of Dr. GRPO."""
 
     tokens: int = 0
     """F, the generation budget, the same over the whole training: `${rollout.max_new_tokens}`."""
+    per_sequence: bool = True
+    """False divides by F alone (ROLL's and DCPO's repository)."""
 
     def __post_init__(self) -> None:
         check_tokens("algorithm.aggregation.tokens", self.tokens, "${rollout.max_new_tokens}")
@@ -103,22 +112,23 @@ def token_mean(lengths: Lengths, cfg: NoArguments) -> Tensor:
     return _everywhere(lengths, 1.0 / lengths.num_tokens)
 
 
-@aggregations.register("seq_mean_token_mean", NoArguments)
-def seq_mean_token_mean(lengths: Lengths, cfg: NoArguments) -> Tensor:
+@aggregations.register("seq_mean_token_mean", SequencesConfig)
+def seq_mean_token_mean(lengths: Lengths, cfg: SequencesConfig) -> Tensor:
     """1 / (N_seq n_i)."""
-    return 1.0 / (lengths.num_seqs * lengths.tokens)
+    return 1.0 / (lengths.num_seqs(count_empty=cfg.count_empty) * lengths.tokens)
 
 
-@aggregations.register("seq_mean_token_sum", NoArguments)
-def seq_mean_token_sum(lengths: Lengths, cfg: NoArguments) -> Tensor:
+@aggregations.register("seq_mean_token_sum", SequencesConfig)
+def seq_mean_token_sum(lengths: Lengths, cfg: SequencesConfig) -> Tensor:
     """1 / N_seq."""
-    return _everywhere(lengths, 1.0 / lengths.num_seqs)
+    return _everywhere(lengths, 1.0 / lengths.num_seqs(count_empty=cfg.count_empty))
 
 
 @aggregations.register("fixed_denominator", FixedDenominatorConfig)
 def fixed_denominator(lengths: Lengths, cfg: FixedDenominatorConfig) -> Tensor:
     """1 / (N_seq F)."""
-    return _everywhere(lengths, 1.0 / (lengths.num_seqs * cfg.tokens))
+    count = lengths.num_seqs(count_empty=cfg.count_empty) if cfg.per_sequence else 1.0
+    return _everywhere(lengths, 1.0 / (count * cfg.tokens))
 
 
 @aggregations.register("prompt_mean", NoArguments, whole_groups=True)

@@ -94,8 +94,8 @@ def build_filters(nodes: Sequence[Mapping[str, Any]]) -> Filters:
         if plugin.name in names:
             raise ConfigError(f"algorithm.filters[{index}] is a second {plugin.name!r}; keep one of them")
         names.add(plugin.name)
-        kind = plugin.traits["acts_on"]
-        kind = kind(cfg) if callable(kind) else kind
+        acts_on = plugin.traits["acts_on"]
+        kind = str(acts_on(cfg) if callable(acts_on) else acts_on)
         bound = partial(plugin.target, cfg=cfg)
         kinds[kind].append(bound)
         arguments = vars(cfg)

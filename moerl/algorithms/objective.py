@@ -188,7 +188,8 @@ def build_objective(cfg: AlgorithmSection) -> Objective:
         weigh=None if weight.name == "one" else partial(weight.target, cfg=weight_config),
         replacement=partial(replacing.target, cfg=replacing_config) if replaces else None,
     )
-    axes = replacing.needs if replaces else trust.needs | correction.needs | weight.needs | _ratio_needs(cfg)
+    of_trust = trust.needs | set(trust.traits.get("needs_of", _nothing)(trust_config))
+    axes = replacing.needs if replaces else of_trust | correction.needs | weight.needs | _ratio_needs(cfg)
     needs = axes | _regulariser_needs(cfg)
     constants = _constants(cfg, () if replaces else weight.traits.get("constants", ()), is_normalized=is_normalized)
     return Objective(
@@ -201,6 +202,10 @@ def build_objective(cfg: AlgorithmSection) -> Objective:
         constant_advantage=LEVELS[cfg.level].constant_advantage and not replaces,
         needs_constants=constants,
     )
+
+
+def _nothing(config: Any) -> tuple[str, ...]:
+    return ()
 
 
 def _constants(cfg: AlgorithmSection, of_weight: Sequence[str], *, is_normalized: bool) -> frozenset[str]:

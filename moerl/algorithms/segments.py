@@ -54,6 +54,19 @@ def masked_seq_max(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int)
     return largest[seq_ids]
 
 
+def masked_seq_rank(values: Tensor, mask: Tensor, seq_ids: Tensor) -> Tensor:
+    """[t] -> [t] int64: how many masked tokens of the same sequence are larger, the earlier ones of equals included;
+    masked-out tokens come last.
+    """
+    filled = torch.where(mask, values.detach(), -torch.inf)
+    by_value = filled.argsort(descending=True, stable=True)
+    order = by_value[seq_ids[by_value].argsort(stable=True)]
+    lengths = torch.bincount(seq_ids)
+    starts = lengths.cumsum(0) - lengths
+    position = torch.arange(len(values), device=values.device) - starts[seq_ids[order]]
+    return torch.empty_like(order).scatter(0, order, position)
+
+
 def per_sequence(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int) -> Tensor:
     """[t] -> [n]: the sum over the masked tokens of each sequence."""
     filled = torch.where(mask, values, 0)

@@ -10,7 +10,7 @@ from typing import Any
 from moerl.errors import CheckpointError, ConfigError, RolloutError
 from moerl.metrics import Metrics, Sum, merge_into
 from moerl.protocols import GroupFilter, PromptSource
-from moerl.rollout.collect import Collector, group_starts
+from moerl.rollout.collect import GroupCollector, group_starts
 from moerl.rollout.rollout_metrics import error_kind, rollout_metrics
 from moerl.types import RolloutGroup, SamplingParams, Trajectory
 
@@ -26,7 +26,7 @@ class RolloutBuffer:
         self,
         *,
         source: PromptSource,
-        collector: Collector,
+        collector: GroupCollector,
         params: SamplingParams,
         prompts_per_step: int,
         group_size: int,

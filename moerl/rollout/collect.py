@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,22 @@ T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
 """Told (finished episodes, all episodes) after each one."""
+
+
+class GroupCollector(Protocol):
+    """What a buffer asks."""
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        group_size: int,
+        params: SamplingParams,
+        first_indices: Sequence[int] | None = None,
+    ) -> list[RolloutGroup]:
+        """One group for each prompt, in their order."""
+        ...
 
 
 class Collector:

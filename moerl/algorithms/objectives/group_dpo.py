@@ -35,7 +35,7 @@ class GroupDpoConfig:
 def group_dpo(x: LossInputs, cfg: GroupDpoConfig) -> TokenLoss:
     """The group's loss on each of its tokens: under `prompt_mean` they sum to the mean over the used groups."""
     _, groups = x.group_ids.unique(return_inverse=True)
-    count = int(groups.max()) + 1 if len(groups) else 0
+    count = int(groups.max()) + 1 if len(groups) else 1
     sign = _signs(x)
     log_ratio = per_sequence(x.logprobs - x.ref_logprobs, x.mask, x.seq_ids, x.num_seqs)
     if cfg.length_norm:

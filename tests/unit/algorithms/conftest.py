@@ -34,6 +34,16 @@ OLD = row("-0.10 -2.30 -0.70 -1.20 | -0.50 -3.00 | -1.00 -0.05 -1.60 | -0.90")
 NOW = row("-0.05 -1.70 -1.00 -1.00 | -0.05 -3.50 | -1.25 -0.03 -1.25 | -1.50")
 ROLLOUT = row("-0.12 -3.20 -0.66 -1.21 | -0.47 -1.80 | -1.00 -0.06 -1.70 | -1.20")
 REF = row("-0.10 -2.50 -0.60 -1.20 | -0.20 -2.90 | -1.00 -0.05 -1.70 | -0.70")
+TOKENS = ("old_logprobs", "ref_logprobs", "router_shift", "topk_logprobs", "rollout_topk")
+"""Optional fields of the batch with one row per token."""
+
+
+def with_another_token(logprobs: Tensor) -> Tensor:
+    """[t] -> [t, 3]: one other token that has half of the rest, the sampled one, and a column that is not there."""
+    other = torch.log(0.5 * -torch.expm1(logprobs))
+    return torch.stack([other, logprobs, torch.full_like(logprobs, -torch.inf)], 1)
+
+
 GAMMA = row(".95 .70 .90 .99 | .85 .60 | 1 .92 .97 | .50")
 
 
@@ -71,7 +81,8 @@ def inputs(
     seq_ids = torch.repeat_interleave(torch.arange(4), LENGTHS)
     picked = torch.arange(4)[rows]
     tokens = torch.isin(seq_ids, picked)
-    fields = {"old_logprobs": OLD, "ref_logprobs": REF, "rollout_logprobs": ROLLOUT, "router_shift": GAMMA, **changed}
+    fields = {"old_logprobs": OLD, "ref_logprobs": REF, "rollout_logprobs": ROLLOUT, "router_shift": GAMMA}
+    fields |= {"topk_logprobs": with_another_token(NOW), "rollout_topk": with_another_token(ROLLOUT), **changed}
     fields = {
         name: values[tokens].to(dtype) if values.dtype.is_floating_point else values for name, values in fields.items()
     }
@@ -86,7 +97,7 @@ def inputs(
         seq_ids=seq_ids[tokens] - picked[0],
         num_seqs=len(picked),
         constants={},
-        optional={name: fields[name] for name in ("old_logprobs", "ref_logprobs", "router_shift")},
+        optional={**{name: fields[name] for name in TOKENS}, "group_ids": GROUPS[rows]},
     )
 
 
@@ -95,6 +106,7 @@ class BatchV:
     """Runs objectives on the batch."""
 
     resolved = staticmethod(resolved)
+    with_another_token = staticmethod(with_another_token)
     inputs = staticmethod(inputs)
     now: Tensor = field(default_factory=lambda: NOW)
     old: Tensor = field(default_factory=lambda: OLD)
