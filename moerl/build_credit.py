@@ -108,3 +108,10 @@ def packs_pairs(algorithm: AlgorithmSection) -> bool:
     """The answers of a group must share a micro-batch."""
     replacing, _ = objectives.resolve(algorithm.objective, where="algorithm.objective")
     return bool(replacing.traits.get("pairs", False))
+
+
+def counts_empty(algorithm: AlgorithmSection) -> bool:
+    """Answers without a live token must reach the aggregation."""
+    terms = algorithm.term_aggregation
+    nodes = (algorithm.aggregation, terms.kl, terms.entropy, terms.value, terms.nll)
+    return any(node.get("count_empty", False) for node in nodes)
