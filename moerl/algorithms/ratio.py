@@ -27,6 +27,10 @@ class RatioLevel:
 
 def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     """Clamp before exp: the value is that of the limit, the gradient beyond it is 0."""
+    if log_ratio.device.type == "cpu" and log_ratio.numel():
+        low, high = log_ratio.detach().aminmax()
+        if low >= -LOG_RATIO_LIMIT and high <= LOG_RATIO_LIMIT:  # not so for NaN
+            return log_ratio
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 

@@ -13,37 +13,53 @@ from torch import Tensor
 
 class _SequenceSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
-        ctx.save_for_backward(seq_ids, lengths)
+    def forward(ctx: Any, values: Tensor, seq_ids: Tensor, lengths: Tensor, divisor: Tensor | None) -> Tensor:
+        ctx.save_for_backward(seq_ids, lengths, divisor)
         sums = torch.segment_reduce(values.contiguous(), "sum", lengths=lengths, unsafe=True, initial=0)
-        return sums[seq_ids]
+        return _spread(sums if divisor is None else sums / divisor, seq_ids)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        seq_ids, lengths = ctx.saved_tensors
-        return seq_sum(grads[0], seq_ids, lengths), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        seq_ids, lengths, divisor = ctx.saved_tensors
+        return _SequenceSum.apply(grads[0], seq_ids, lengths, divisor), None, None, None  # pyright: ignore[reportReturnType]: apply is untyped
+
+
+def _spread(per_seq: Tensor, seq_ids: Tensor) -> Tensor:
+    """[n] -> [t]; several times faster than indexing on a CPU."""
+    return per_seq.index_select(0, seq_ids)
+
+
+def is_full(mask: Tensor) -> bool:
+    """Every token is in the mask; False where only a device could tell, which is not waited for."""
+    return mask.device.type == "cpu" and int(torch.count_nonzero(mask)) == mask.numel()
 
 
 def seq_lengths(seq_ids: Tensor, num_seqs: int) -> Tensor:
     """[n] int64: tokens of each packed sequence, masked ones included."""
-    return torch.bincount(seq_ids, minlength=num_seqs)
+    edges = torch.arange(num_seqs + 1, device=seq_ids.device, dtype=seq_ids.dtype)
+    return torch.searchsorted(seq_ids, edges).diff()  # sorted already: a few look-ups in place of a pass over [t]
 
 
 def seq_sum(values: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
     """[t] -> [t]: the sum of `values` over each token's sequence. `seq_ids` [t] does not decrease, `lengths` is [n]."""
-    return _SequenceSum.apply(values, seq_ids, lengths)  # pyright: ignore[reportReturnType]: apply is untyped
+    return _SequenceSum.apply(values, seq_ids, lengths, None)  # pyright: ignore[reportReturnType]: apply is untyped
 
 
 def masked_seq_sum(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int) -> Tensor:
     """[t] -> [t]: the sum over the masked tokens of each token's sequence; what is outside the mask is never read."""
-    return seq_sum(torch.where(mask, values, 0), seq_ids, seq_lengths(seq_ids, num_seqs))
+    kept = values if is_full(mask) else torch.where(mask, values, 0)
+    return seq_sum(kept, seq_ids, seq_lengths(seq_ids, num_seqs))
 
 
 def masked_seq_mean(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int) -> Tensor:
     """[t] -> [t]: the mean over the masked tokens of each token's sequence; 0 where there are none."""
     lengths = seq_lengths(seq_ids, num_seqs)
-    count = seq_sum(mask.to(values.dtype), seq_ids, lengths).clamp(min=1)
-    return seq_sum(torch.where(mask, values, 0), seq_ids, lengths) / count
+    if is_full(mask):
+        kept, count = values, lengths.to(values.dtype)
+    else:
+        kept = torch.where(mask, values, 0)
+        count = torch.segment_reduce(mask.to(values.dtype), "sum", lengths=lengths, unsafe=True, initial=0)
+    return _SequenceSum.apply(kept, seq_ids, lengths, count.clamp(min=1))  # pyright: ignore[reportReturnType]: apply is untyped
 
 
 def masked_seq_max(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int) -> Tensor:
@@ -51,7 +67,7 @@ def masked_seq_max(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int)
     filled = torch.where(mask, values.detach(), -torch.inf)
     lengths = seq_lengths(seq_ids, num_seqs)
     largest = torch.segment_reduce(filled, "max", lengths=lengths, unsafe=True, initial=-torch.inf)
-    return largest[seq_ids]
+    return _spread(largest, seq_ids)
 
 
 def masked_seq_rank(values: Tensor, mask: Tensor, seq_ids: Tensor) -> Tensor:
@@ -69,5 +85,5 @@ def masked_seq_rank(values: Tensor, mask: Tensor, seq_ids: Tensor) -> Tensor:
 
 def per_sequence(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int) -> Tensor:
     """[t] -> [n]: the sum over the masked tokens of each sequence."""
-    filled = torch.where(mask, values, 0)
+    filled = values if is_full(mask) else torch.where(mask, values, 0)
     return torch.segment_reduce(filled, "sum", lengths=seq_lengths(seq_ids, num_seqs), unsafe=True, initial=0)

@@ -14,6 +14,7 @@ OPTIONAL_FIELDS = frozenset(
     {
         "old_logprobs",
         "ref_logprobs",
+        "teacher_logprobs",
         "entropy",
         "old_entropy",
         "router_shift",
@@ -28,11 +29,15 @@ OPTIONAL_FIELDS = frozenset(
 )
 """Fields that are there only if some part of the objective declared them in its `needs`.
 
-`old_logprobs`, `ref_logprobs`, `entropy`, `old_entropy`, `router_shift`, `values`, `old_values`, `returns`: [t] float;
+`old_logprobs`, `ref_logprobs`, `teacher_logprobs`, `entropy`, `old_entropy`, `router_shift`, `values`, `old_values`,
+`returns`: [t] float;
 index j of the three of the critic speaks of the state before token j. `rewards`, `group_ids`: [n].
 `topk_logprobs`, `rollout_topk`: [t, k + 1] float, the current and the rollout policy on the rollout's k likeliest
 tokens and the sampled one; -inf in both where the sampled token is among the k.
 """
+
+PER_SEQUENCE_FIELDS = frozenset({"rewards", "group_ids"})
+"""Those of `OPTIONAL_FIELDS` that are [n], not per token."""
 
 OLD_PASS = "old_pass"
 """Asks `Policy.score` for old logprobs even where the first minibatch would give the same ones."""
@@ -90,7 +95,9 @@ class TokenLoss:
     loss: Tensor
     """[t] with gradient."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """name -> [t]; reduced as a mean over live tokens."""
+    """name -> [t], bool or float; reduced as a mean over live tokens."""
+    ratio: Tensor | None = None
+    """[t], detached: exp of the log-ratio where it was made anyway, so that metrics need not make it again."""
 
 
 @dataclass(frozen=True)

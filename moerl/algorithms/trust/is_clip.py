@@ -29,9 +29,13 @@ class IsClipConfig:
 def is_clip(log_ratio: Tensor, x: LossInputs, cfg: IsClipConfig) -> TokenLoss:
     """-sg[clip(ratio)] A lp."""
     ratio = log_ratio.detach().exp()
-    above, below = ratio > cfg.max, ratio < cfg.min
     weight = ratio.clamp(cfg.min, cfg.max)
-    if cfg.mask:
+    if not cfg.mask:
+        moved = (weight - ratio).sign_()
+        metrics = {"pg/clip_high": moved.neg().clamp_(min=0), "pg/clip_low": moved.clamp(min=0)}
+    else:
+        above, below = ratio > cfg.max, ratio < cfg.min
         above, below = above & (x.advantages > 0), below & (x.advantages < 0)
         weight = weight * ~(above | below)
-    return TokenLoss(-weight * x.advantages * x.logprobs, {"pg/clip_high": above, "pg/clip_low": below})
+        metrics = {"pg/clip_high": above, "pg/clip_low": below}
+    return TokenLoss((-weight * x.advantages) * x.logprobs, metrics, ratio)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from moerl.algorithms.checks import check_range
 from moerl.algorithms.ratio import LOG_RATIO_LIMIT, clamp_log_ratio
 from moerl.algorithms.registries import trust_regions
 from moerl.algorithms.segments import masked_seq_mean
+from moerl.algorithms.surrogate import hold_by_sign
 from moerl.algorithms.types import LossInputs, TokenLoss
 
 
@@ -28,10 +28,11 @@ class LogClipConfig:
 
 @trust_regions.register("log_clip", LogClipConfig, form="ratio")
 def log_clip(log_ratio: Tensor, x: LossInputs, cfg: LogClipConfig) -> TokenLoss:
-    """-A exp(mean of clipped token log-ratios); `x.router_shift` is what multiplies after the clip: 1, or RSPO v1's."""
-    high = (x.advantages > 0) & (log_ratio > cfg.hi)
-    low = (x.advantages < 0) & (log_ratio < -cfg.lo)
-    clipped = torch.where(high, cfg.hi, torch.where(low, -cfg.lo, log_ratio))
-    mean = masked_seq_mean(clipped + x.router_shift.log(), x.mask, x.seq_ids, x.num_seqs)
-    metrics = {"pg/clip_low": low, "pg/clip_high": high, "pg/clamped": mean.detach().abs() > LOG_RATIO_LIMIT}
-    return TokenLoss(-clamp_log_ratio(mean).exp() * x.advantages, metrics)
+    """-A exp(mean of clipped token log-ratios); `x.router_shift`, where it is left, multiplies after the clip."""
+    held, moved = hold_by_sign(log_ratio, x.advantages, -cfg.lo, cfg.hi)
+    if "router_shift" in x.optional:
+        held = held + x.router_shift.log()
+    mean = masked_seq_mean(held, x.mask, x.seq_ids, x.num_seqs)
+    metrics = {"pg/clip_low": moved.clamp(min=0), "pg/clip_high": moved.neg().clamp_(min=0)}
+    metrics["pg/clamped"] = mean.detach().abs() > LOG_RATIO_LIMIT
+    return TokenLoss(clamp_log_ratio(mean).exp() * x.advantages.neg(), metrics)
