@@ -125,6 +125,8 @@ def _policy(cfg: RunConfig) -> MegatronPolicy:
         router_shift=cfg.algorithm.router_shift.enabled,
         needs_reference="ref_logprobs" in objective.needs or cfg.algorithm.kl.place == "reward",
         gamma_min=cfg.algorithm.router_shift.gamma_min,
+        reference=cfg.algorithm.reference,
+        teacher=cfg.algorithm.teacher.path,
         num_steps=cfg.run.num_steps - cfg.algorithm.critic.pretrain_steps,
         seed=cfg.run.seed,
     )

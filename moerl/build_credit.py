@@ -81,6 +81,7 @@ def build_token_rules(algorithm: AlgorithmSection, objective: Objective, rules: 
     weight, weight_cfg = token_weights.resolve(algorithm.token_weight, where="algorithm.token_weight")
     schedule, schedule_cfg = schedules.resolve(algorithm.schedule, where="algorithm.schedule")
     weights = MinibatchWeights(algorithm)
+    has_teacher = algorithm.teacher.path is not None
 
     def threshold(entropies: Tensor) -> float:
         return entropy_threshold(entropies, weight_cfg.q)
@@ -91,6 +92,7 @@ def build_token_rules(algorithm: AlgorithmSection, objective: Objective, rules: 
         entropy=algorithm.entropy,
         is_per_token=credits_tokens(algorithm.advantage),
         removes=algorithm.correction.get("rejected") == "remove",
+        teacher=algorithm.teacher.coefficient if has_teacher and algorithm.teacher.place == "reward" else 0.0,
         values=ValueCredit.of(algorithm.advantage, algorithm.critic) if algorithm.advantage.center == "value" else None,
         whiten=partial(post.target, cfg=post_cfg) if post.traits.get("acts_on") == "tokens" else None,
         threshold=threshold if weight.traits.get("entropy_quantile") else None,

@@ -76,6 +76,7 @@ def oracle_inputs(model: ReferenceModel, micro: MicroBatch, needs: frozenset[str
     fields = {
         "old_logprobs": lambda: live(micro.old_logprobs),
         "ref_logprobs": lambda: live(micro.ref_logprobs),
+        "teacher_logprobs": lambda: live(micro.teacher_logprobs),
         "entropy": lambda: entropy,
         "old_entropy": lambda: entropy.detach() if micro.old_entropy is None else micro.old_entropy,
         "router_shift": lambda: _router_shift(out, micro, routing),

@@ -54,6 +54,8 @@ class TokenRules:
     """The KL in the reward goes to tokens, not to the answer's reward."""
     removes: bool
     """Rejected tokens leave the batch."""
+    teacher: float
+    """Coefficient of the KL to a teacher in the advantage of each token; 0 is off."""
     values: ValueCredit | None
     """Advantages and returns from a critic's values; the samples' advantages are then their rewards."""
     whiten: Callable[[Tensor], Tensor] | None
@@ -105,6 +107,7 @@ class _Look:
     """[m, token] float64, live tokens in order; empty where nobody reads them."""
     kl: Mean
     dropped: float
+    teacher_kl: Mean
 
 
 class TokenCredit:
@@ -126,10 +129,12 @@ class TokenCredit:
         """What `Policy.score` must fill beside the objective's own needs."""
         rules = self.rules
         needs: set[str] = set()
-        if rules.has_kl_reward or rules.removes or rules.updates > 1 or self._wants(CORRECTION_MEAN):
+        if rules.has_kl_reward or rules.teacher or rules.removes or rules.updates > 1 or self._wants(CORRECTION_MEAN):
             needs |= {OLD_PASS, "old_logprobs"}
         if rules.has_kl_reward:
             needs.add("ref_logprobs")
+        if rules.teacher:
+            needs.add("teacher_logprobs")
         if rules.has_entropy_reward or rules.threshold is not None:
             needs.add("old_entropy")
         return frozenset(needs)
@@ -200,13 +205,17 @@ class TokenCredit:
         live = kept if rules.removes else micro.mask
         dropped = float((micro.mask & ~live).sum())
         micro = replace(micro, mask=live) if rules.removes else micro
-        kl = _reward_kl(micro) if rules.has_kl_reward else torch.zeros_like(micro.advantages, dtype=torch.float64)
+        nothing = torch.zeros_like(micro.advantages, dtype=torch.float64)
+        kl = _reward_kl(micro, micro.ref_logprobs) if rules.has_kl_reward else nothing
+        teacher_kl = _reward_kl(micro, micro.teacher_logprobs) if rules.teacher else nothing
         micro, extra = self._extra(micro, kl)
+        extra = extra - rules.teacher * teacher_kl
         columns = torch.stack([live.double(), kl, weight.double() * kept, kept.double()])
         sums = [per_sequence(values, micro.mask | kept, micro.seq_ids, micro.num_seqs) for values in columns]
         ids = torch.tensor(micro.sample_ids, dtype=torch.float64, device=live.device)
         rows = torch.stack([torch.full_like(ids, minibatch), ids, *sums], 1)
-        return _Look(micro, extra, rows, self._tokens(minibatch, micro, extra), Mean(kl.sum(), live.sum()), dropped)
+        means = [Mean(values.sum(), live.sum()) for values in (kl, teacher_kl)]
+        return _Look(micro, extra, rows, self._tokens(minibatch, micro, extra), means[0], dropped, means[1])
 
     def _extra(self, micro: MicroBatch, kl: Tensor) -> tuple[MicroBatch, Tensor]:
         rules = self.rules
@@ -308,6 +317,9 @@ class TokenCredit:
         metrics: Metrics = {}
         if self.rules.has_kl_reward:
             metrics["kl/reward"] = Mean(sum(look.kl.total for look in flat), sum(look.kl.count for look in flat))
+        if self.rules.teacher:
+            parts = [look.teacher_kl for look in flat]
+            metrics["kl/teacher"] = Mean(sum(part.total for part in parts), sum(part.count for part in parts))
         if self.rules.removes:
             metrics["mm/removed_tokens"] = Sum(sum(look.dropped for look in flat))
             metrics["mm/removed_seqs"] = Sum(sum(float((look.rows[:, 2] == 0).sum()) for look in flat))
@@ -334,12 +346,11 @@ def _old_inputs(micro: MicroBatch) -> LossInputs:
     )
 
 
-def _reward_kl(micro: MicroBatch) -> Tensor:
-    """k1 of the old policy [t] float64 on live tokens; 0 where a logprob is not finite."""
-    assert micro.old_logprobs is not None
-    assert micro.ref_logprobs is not None
-    usable = micro.mask & micro.old_logprobs.isfinite() & micro.ref_logprobs.isfinite()
-    return torch.where(usable, kl_estimate("k1", micro.old_logprobs.double(), micro.ref_logprobs.double()), 0.0)
+def _reward_kl(micro: MicroBatch, other: Tensor | None) -> Tensor:
+    """k1 of the old policy to `other` [t] float64 on live tokens; 0 where a logprob is not finite."""
+    assert micro.old_logprobs is not None and other is not None  # noqa: PT018
+    usable = micro.mask & micro.old_logprobs.isfinite() & other.isfinite()
+    return torch.where(usable, kl_estimate("k1", micro.old_logprobs.double(), other.double()), 0.0)
 
 
 def _valued(micro: MicroBatch, token_rewards: Tensor, credit: ValueCredit) -> tuple[MicroBatch, Tensor]:

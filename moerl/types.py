@@ -270,6 +270,8 @@ class MicroBatch:
     """[t] float32, filled by the score pass."""
     ref_logprobs: Tensor | None = None
     """[t] float32, filled by the score pass."""
+    teacher_logprobs: Tensor | None = None
+    """[t] float32, filled by the score pass."""
     old_values: Tensor | None = None
     """[t] float32, filled by the critic; entry j speaks of the state before token j."""
     returns: Tensor | None = None

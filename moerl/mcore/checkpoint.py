@@ -33,8 +33,9 @@ def save_state(
     optimizer: Any,
     counters: Mapping[str, Any],
     parallel: ParallelState,
+    reference: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write this rank's part into `folder`, which exists; `counters` is plain JSON."""
+    """Write this rank's part into `folder`, which exists; `counters` is plain JSON, `reference` weights that moved."""
     tensors: dict[str, Tensor] = {}
     state = {
         "format": FORMAT,
@@ -44,21 +45,32 @@ def save_state(
         "optimizer": _encode(optimizer.state_dict(), "optimizer", tensors),
         "rng": _encode(_rng_state(), "rng", tensors),
     }
+    if reference is not None:
+        state["reference"] = _encode(dict(reference), "reference", tensors)
     tensor_file, json_file = _files(folder, parallel.rank)
     save_file({name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}, tensor_file)
     json_file.write_text(json.dumps(state))
 
 
 def load_state(
-    folder: Path, *, weights: Mapping[str, Tensor], optimizer: Any, parallel: ParallelState
+    folder: Path,
+    *,
+    weights: Mapping[str, Tensor],
+    optimizer: Any,
+    parallel: ParallelState,
+    reference: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Restore this rank's part into `weights` and `optimizer`; returns the counters.
+    """Restore this rank's part into `weights`, `optimizer` and `reference`; returns the counters.
 
     Raises:
         CheckpointError: a missing or damaged file, another layout, other weights; nothing was changed then.
     """
-    state, saved = _read_parts(folder, ("weights", "optimizer", "rng"), parallel)
+    moved = () if reference is None else ("reference",)
+    state, saved = _read_parts(folder, ("weights", "optimizer", "rng", *moved), parallel)
     _check_weights(folder, saved["weights"], weights)
+    if reference is not None:
+        _check_weights(folder, saved["reference"], reference)
+        _fill(reference, saved["reference"])
     _fill(weights, saved["weights"])
     optimizer.load_state_dict(saved["optimizer"])
     _set_rng_state(saved["rng"])

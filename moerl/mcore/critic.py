@@ -18,13 +18,21 @@ from torch import Tensor
 
 from moerl.algorithms.values import value_loss
 from moerl.config.schema import CriticSection, ModelSection, OptimSection, ParallelSection, PrecisionSection
-from moerl.errors import CheckpointError, ConfigError
+from moerl.errors import ConfigError
 from moerl.mcore import checkpoint
 from moerl.mcore.inputs import fill_step
-from moerl.mcore.model import ModelSource, PackedGPTModel, build_chunks, read_source, transformer_config, unwrap
+from moerl.mcore.model import (
+    ModelSource,
+    PackedGPTModel,
+    build_chunks,
+    read_same_shape,
+    read_source,
+    transformer_config,
+    unwrap,
+)
 from moerl.mcore.optim import Optimizer, wrap_chunks
 from moerl.mcore.parallel import ParallelState, initialize_parallel
-from moerl.mcore.step import MicroResult, Routes, StepRunner, TokenScores
+from moerl.mcore.step import MicroResult, StepRunner, TokenScores, own_routes
 from moerl.mcore.weights import WeightMap
 from moerl.metrics import Last, Metrics, Sum, masked_mean, merge_into
 from moerl.types import MicroBatch, StepBatch
@@ -124,7 +132,7 @@ class MegatronCritic:
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """[t] float32 each, at the current weights, without gradient."""
-        results = self._runner.forward(micro_batches, _own_routes, observe=False)
+        results = self._runner.forward(micro_batches, own_routes, observe=False)
         return [result.logprobs for result in results]
 
     def score(self, batch: StepBatch) -> StepBatch:
@@ -184,7 +192,7 @@ class MegatronCritic:
         return merge_into(metrics, {name.replace("optim/", "critic/"): value for name, value in stepped.items()})
 
     def _accumulate(self, minibatch: Sequence[MicroBatch]) -> list[MicroResult]:
-        return self._runner.forward_backward(minibatch, self._loss, _own_routes, observe=False)
+        return self._runner.forward_backward(minibatch, self._loss, own_routes, observe=False)
 
     def _loss(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Metrics]:
         returns, old_values = _targets(batch)
@@ -254,14 +262,7 @@ def _initialize(
         return
     folder = Path(critic.init)
     if (folder / "config.json").is_file():
-        other = read_source(replace(model, path=str(folder)))
-        if other.kwargs != source.kwargs:
-            odd = sorted(key for key in source.kwargs if other.kwargs.get(key) != source.kwargs[key])
-            raise CheckpointError(
-                f"algorithm.critic.init {folder} is another architecture than model.path {source.folder} (it differs "
-                f"in {', '.join(odd)}); the critic is built like the policy, start it from a model of the same shape"
-            )
-        weights.load_hf(other)
+        weights.load_hf(read_same_shape(model, source, folder, field="algorithm.critic.init"))
         return
     for inner in (folder, folder / CHECKPOINT_FOLDER, folder / "learner" / CHECKPOINT_FOLDER):
         if (inner / "rank_00000.json").is_file():
@@ -283,10 +284,6 @@ def _optim(optim: OptimSection, critic: CriticSection) -> OptimSection:
         constant_steps=0,
         clip_grad_norm=critic.clip_grad_norm,
     )
-
-
-def _own_routes(batch: MicroBatch) -> Routes:
-    return None, None
 
 
 def _targets(batch: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,18 @@ from moerl.errors import ConfigError
 from moerl.mcore.step import TokenScores
 from moerl.types import MicroBatch, StepBatch
 
-FILLED = frozenset({"old_logprobs", "ref_logprobs", "entropy", "old_entropy", "router_shift", "rewards", "group_ids"})
+FILLED = frozenset(
+    {
+        "old_logprobs",
+        "ref_logprobs",
+        "teacher_logprobs",
+        "entropy",
+        "old_entropy",
+        "router_shift",
+        "rewards",
+        "group_ids",
+    }
+)
 """Optional fields of `LossInputs` that this learner can fill; values need a critic."""
 
 
@@ -31,14 +42,16 @@ def loss_inputs(
     makers: dict[str, Callable[[], Tensor | None]] = {
         "old_logprobs": lambda: where_live(batch.old_logprobs),
         "ref_logprobs": lambda: where_live(batch.ref_logprobs),
+        "teacher_logprobs": lambda: where_live(batch.teacher_logprobs),
         "entropy": lambda: scores.entropy,
         "old_entropy": lambda: batch.old_entropy,
         "router_shift": lambda: router_shift,
         "rewards": lambda: batch.rewards,
         "group_ids": lambda: batch.group_ids,
     }
-    if "ref_logprobs" in needs and batch.ref_logprobs is None:
-        raise ConfigError("the objective reads ref_logprobs, but the batch was not scored for them; call score first")
+    for name, values in (("ref_logprobs", batch.ref_logprobs), ("teacher_logprobs", batch.teacher_logprobs)):
+        if name in needs and values is None:
+            raise ConfigError(f"the objective reads {name}, but the batch was not scored for them; call score first")
     optional = {name: maker() for name, maker in makers.items() if name in needs}
     return LossInputs(
         logprobs=scores.logprobs,

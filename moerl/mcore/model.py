@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from moerl.config.schema import ModelSection, PrecisionSection
-from moerl.errors import ConfigError
+from moerl.errors import CheckpointError, ConfigError
 from moerl.mcore.local_spec import PackedRotaryEmbedding, block_spec, packed_layout
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import RouteController
@@ -65,6 +65,23 @@ def read_source(section: ModelSection) -> ModelSource:
     folder = Path(section.path)
     hf = read_config(folder)
     return ModelSource(folder, hf, family_of(hf, section.family))
+
+
+def read_same_shape(section: ModelSection, source: ModelSource, folder: str | Path, *, field: str) -> ModelSource:
+    """Another set of weights for the network of `source`; `field` is the configuration key that names `folder`.
+
+    Raises:
+        DataError: as `read_source`.
+        CheckpointError: a model of another architecture.
+    """
+    other = read_source(replace(section, path=str(folder)))
+    if other.kwargs != source.kwargs:
+        odd = sorted(key for key in source.kwargs if other.kwargs.get(key) != source.kwargs[key])
+        raise CheckpointError(
+            f"{field} {folder} is another architecture than model.path {source.folder} (it differs in "
+            f"{', '.join(odd)}); its weights must fit the policy's network, take a model of the same shape"
+        )
+    return other
 
 
 def transformer_config(

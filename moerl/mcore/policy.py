@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,15 +12,24 @@ from torch import Tensor
 
 from moerl.algorithms.load_metrics import load_of_counts
 from moerl.algorithms.types import OLD_PASS, LossInputs
-from moerl.config.schema import ModelSection, OptimSection, ParallelSection, PrecisionSection
-from moerl.errors import ConfigError, DataError
+from moerl.config.schema import ModelSection, OptimSection, ParallelSection, PrecisionSection, ReferenceSection
+from moerl.errors import ConfigError
 from moerl.mcore import checkpoint, moe_stats
+from moerl.mcore.frozen import REFERENCE, TEACHER, FrozenWeights, chosen
 from moerl.mcore.inputs import FILLED, fill_step, loss_inputs
-from moerl.mcore.model import ModelSource, build_chunks, read_source, transformer_config
+from moerl.mcore.model import ModelSource, build_chunks, read_same_shape, read_source, transformer_config
 from moerl.mcore.optim import Optimizer, wrap_chunks
 from moerl.mcore.parallel import ParallelState, initialize_parallel
 from moerl.mcore.router_replay import Observation
-from moerl.mcore.step import MicroResult, Routes, StepRunner, TokenScores, contract_metrics
+from moerl.mcore.step import (
+    MicroResult,
+    Routes,
+    StepRunner,
+    TokenScores,
+    contract_metrics,
+    own_routes,
+    rollout_routes,
+)
 from moerl.mcore.weights import WeightMap
 from moerl.metrics import Mean, Metrics, Sum, masked_mean, merge_into
 from moerl.types import MicroBatch, RouterStats, StepBatch
@@ -69,7 +77,9 @@ class MegatronPolicy:
         self._runner = runner
         self._optimizer = optimizer
         self._routing = "none"
-        self._reference: dict[str, Tensor] | None = None
+        self._frozen: dict[str, FrozenWeights] = {}
+        """By the field of a micro-batch that their logprobs fill."""
+        self._refresh = ReferenceSection()
         self._old_routing: dict[int, _OldRouting] = {}
         self._gamma_min = 0.8
 
@@ -87,6 +97,8 @@ class MegatronPolicy:
         num_steps: int,
         seed: int,
         gamma_min: float = 0.8,
+        reference: ReferenceSection | None = None,
+        teacher: str | None = None,
     ) -> MegatronPolicy:
         """Join the process group, build the model from `model.path`, fill it, wrap it for training.
 
@@ -107,6 +119,10 @@ class MegatronPolicy:
         )
         chunks = build_chunks(source, config, layout)
         weights = WeightMap(source, chunks, layout)
+        frozen = {}
+        if teacher is not None:
+            weights.load_hf(read_same_shape(model, source, teacher, field="algorithm.teacher.path"))
+            frozen[TEACHER] = FrozenWeights(weights.local)
         if model.init == "random":
             weights.initialize(seed)
         elif model.init == "weights":
@@ -120,7 +136,9 @@ class MegatronPolicy:
         policy._routing = routing
         policy._gamma_min = gamma_min
         if needs_reference:
-            policy._reference = {name: tensor.detach().clone() for name, tensor in weights.local.items()}
+            frozen[REFERENCE] = FrozenWeights(weights.local)
+            policy._refresh = reference or ReferenceSection()
+        policy._frozen = frozen
         return policy
 
     # Scoring
@@ -146,11 +164,11 @@ class MegatronPolicy:
             for fields, micro, result in zip(filled, first_epoch, results, strict=True):
                 fields.update(self._old_fields(micro, result, needs))
             metrics = self._pair_metrics(first_epoch, results)
-        if "ref_logprobs" in needs:
-            with self._reference_weights():
-                results = self._runner.forward(first_epoch, _own_routes, observe=False)
+        for name in sorted({REFERENCE, TEACHER} & needs):
+            with chosen(self._frozen, name).in_place():
+                results = self._runner.forward(first_epoch, own_routes, observe=False)
             for fields, result in zip(filled, results, strict=True):
-                fields["ref_logprobs"] = result.logprobs
+                fields[name] = result.logprobs
         return fill_step(batch, first_epoch, filled), metrics
 
     def _needs_old_pass(self, batch: StepBatch, needs: frozenset[str]) -> bool:
@@ -159,11 +177,11 @@ class MegatronPolicy:
         return len(batch.minibatches) > 1 and (bool(needs & {"old_logprobs"}) or self._routing == "R2")
 
     def _replay_for_score(self, batch: MicroBatch) -> Routes:
-        return _rollout_routes(batch) if self._routing == "R3" else (None, None)
+        return rollout_routes(batch) if self._routing == "R3" else (None, None)
 
     def _replay_for_update(self, batch: MicroBatch) -> Routes:
         if self._routing == "R3":
-            return _rollout_routes(batch)
+            return rollout_routes(batch)
         return (batch.old_routes, None) if self._routing == "R2" else (None, None)
 
     def _old_fields(self, batch: MicroBatch, result: MicroResult, needs: frozenset[str]) -> dict[str, Tensor]:
@@ -238,6 +256,9 @@ class MegatronPolicy:
                 metrics.update(contract_metrics(minibatch, results, new))
             merge_into(metrics, new)
         self.version += 1
+        every = self._refresh.update_every_steps
+        if every and self.version % every == 0:
+            self._frozen[REFERENCE].follow(self._refresh.ema)
         return metrics
 
     def _update_minibatch(
@@ -306,14 +327,14 @@ class MegatronPolicy:
 
     def observe(self, micro_batches: Sequence[MicroBatch]) -> list[RouterStats]:
         """The routers' own top-k and log q at the current weights, on live tokens (index j: the token predicted)."""
-        results = self._runner.forward(micro_batches, _own_routes, observe=True)
+        results = self._runner.forward(micro_batches, own_routes, observe=True)
         return [
             moe_stats.live_stats(batch, _seen(result)) for batch, result in zip(micro_batches, results, strict=True)
         ]
 
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """[t] float32 of every token at the current weights, own routing; 0 at the first token of a sequence."""
-        return self._runner.forward([micro_batch], _own_routes, observe=False)[0].logprobs
+        return self._runner.forward([micro_batch], own_routes, observe=False)[0].logprobs
 
     def gradients(self, minibatch: Sequence[MicroBatch], objective: Objective) -> dict[str, Tensor]:
         """Gradient of the objective's sum over `minibatch`, by Hugging Face name; nothing is stepped. Frozen weights
@@ -340,6 +361,7 @@ class MegatronPolicy:
             optimizer=self._optimizer.inner,
             counters={"version": self.version},
             parallel=self.parallel,
+            reference=self._moving_reference(),
         )
 
     def load(self, folder: Path) -> None:
@@ -349,34 +371,17 @@ class MegatronPolicy:
             CheckpointError: missing, damaged, or written by another model or layout; nothing was changed then.
         """
         counters = checkpoint.load_state(
-            folder, weights=self._weights.local, optimizer=self._optimizer.inner, parallel=self.parallel
+            folder,
+            weights=self._weights.local,
+            optimizer=self._optimizer.inner,
+            parallel=self.parallel,
+            reference=self._moving_reference(),
         )
         self.version = int(counters["version"])
 
-    @contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        if self._reference is None:
-            raise ConfigError("reference logprobs were asked for, but the policy was built with needs_reference=False")
-        self._swap_reference()
-        try:
-            yield
-        finally:
-            self._swap_reference()
-
-    def _swap_reference(self) -> None:
-        assert self._reference is not None
-        for name, tensor in self._weights.local.items():
-            tensor.data, self._reference[name] = self._reference[name], tensor.data
-
-
-def _own_routes(batch: MicroBatch) -> Routes:
-    return None, None
-
-
-def _rollout_routes(batch: MicroBatch) -> Routes:
-    if batch.routes is None:
-        raise DataError("algorithm.routing is R3, but the samples carry no routes; use an engine that returns them")
-    return batch.routes, batch.has_route
+    def _moving_reference(self) -> dict[str, Tensor] | None:
+        """What a checkpoint must hold of the reference; one that never moves is read from the model's folder again."""
+        return self._frozen[REFERENCE].values if self._refresh.update_every_steps else None
 
 
 def _seen(result: MicroResult) -> Observation:

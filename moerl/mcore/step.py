@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from moerl.errors import DataError
 from moerl.mcore.model import score_tokens, unwrap
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import Observation, concat_layers
@@ -163,6 +164,18 @@ class StepRunner:
         for chunk in self._chunks:
             unwrap(chunk).routes.release()
         return results
+
+
+def own_routes(batch: MicroBatch) -> Routes:
+    """Replay nothing."""
+    return None, None
+
+
+def rollout_routes(batch: MicroBatch) -> Routes:
+    """Replay what the engine recorded (R3)."""
+    if batch.routes is None:
+        raise DataError("algorithm.routing is R3, but the samples carry no routes; use an engine that returns them")
+    return batch.routes, batch.has_route
 
 
 def contract_metrics(minibatch: Sequence[MicroBatch], results: Sequence[MicroResult], metrics: Metrics) -> Metrics:

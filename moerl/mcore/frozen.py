@@ -1,0 +1,60 @@
+"""Weights of the policy's shape that no optimizer moves: the reference and the teacher. They score in the policy's own
+network, one set at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from moerl.errors import ConfigError
+
+REFERENCE, TEACHER = "ref_logprobs", "teacher_logprobs"
+"""The fields of a micro-batch that their logprobs fill."""
+
+
+class FrozenWeights:
+    """A second set of values for the live tensors of a model."""
+
+    def __init__(self, live: Mapping[str, Tensor]) -> None:
+        """A copy of what `live` holds now; `live` are the tensors of the network, by name."""
+        self._live = live
+        self.values: dict[str, Tensor] = {name: tensor.detach().clone() for name, tensor in live.items()}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The network computes with these weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def follow(self, ema: float) -> None:
+        """Become ema * these + (1 - ema) * the live ones; 0 is a plain copy, bit for bit."""
+        for name, tensor in self._live.items():
+            if ema and tensor.is_floating_point():
+                self.values[name].mul_(ema).add_(tensor, alpha=1.0 - ema)
+            else:
+                self.values[name].copy_(tensor)
+
+    def _swap(self) -> None:
+        for name, tensor in self._live.items():
+            tensor.data, self.values[name] = self.values[name], tensor.data
+
+
+def chosen(frozen: Mapping[str, FrozenWeights], name: str) -> FrozenWeights:
+    """The weights whose logprobs are `name`.
+
+    Raises:
+        ConfigError: the policy was built without them.
+    """
+    if name not in frozen:
+        raise ConfigError(
+            f"{name} are needed, but the policy was built with needs_reference=False or without a teacher"
+        )
+    return frozen[name]
