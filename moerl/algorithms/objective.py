@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms import kl as kl_estimators
+from moerl.algorithms.blocks import evaluate_in_blocks, is_worth_cutting
 from moerl.algorithms.compose import composition_errors, value_errors
 from moerl.algorithms.mismatch import TokenCorrection
 from moerl.algorithms.ratio import LEVELS, LOG_RATIO_LIMIT, clamp_log_ratio
 from moerl.algorithms.registries import corrections, objectives, token_weights, trust_regions
 from moerl.algorithms.sanitise import CleanInputs, sanitise
-from moerl.algorithms.segments import masked_seq_sum, per_sequence
+from moerl.algorithms.segments import is_full, masked_seq_sum, per_sequence, seq_lengths
 from moerl.algorithms.types import (
     CORRECTION_MEAN,
     ENTROPY_COEFFICIENT,
     KL_COEFFICIENT,
     OPTIONAL_FIELDS,
+    PER_SEQUENCE_FIELDS,
     LossInputs,
     TokenLoss,
 )
@@ -74,6 +76,12 @@ class Objective:
 
     def __call__(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         """Loss (0-dim, float32 or wider, with gradient even where nothing is live) and metrics of one micro-batch."""
+        per_token_only = self.policy.replacement is None and not self.needs & PER_SEQUENCE_FIELDS
+        if per_token_only and is_worth_cutting(x):
+            return evaluate_in_blocks(self._summed, x)
+        return self._summed(x)
+
+    def _summed(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         losses, metrics = self.token_losses(x)
         return losses.sum(), metrics
 
@@ -117,18 +125,20 @@ class Objective:
         term, x = self.policy, clean.inputs
         if term.replacement is not None:
             token = term.replacement(x)
-            seen = {name: _token_mean(values, clean.live) for name, values in token.metrics.items()}
+            seen: Metrics = {name: _token_mean(values, clean.live) for name, values in token.metrics.items()}
             return x.weights.policy * torch.where(x.mask, token.loss, 0), seen
         x, shift = self._split_router_shift(x)
         corrected = term.correct(x, term.correction_config)
         weight = corrected.weight
+        is_plain = not term.has_correction and term.weigh is None
         if term.is_normalized:
             weight = weight / x.constants[CORRECTION_MEAN]
         if term.level == "none":
             anchor = x.logprobs.detach()
         else:
             anchor = x.old_logprobs if term.anchor == "old" else x.rollout_logprobs
-        raw = LEVELS[term.level].log_ratio(x.logprobs - anchor + shift, x)
+        token_log_ratio = x.logprobs - anchor if shift is None else x.logprobs - anchor + shift
+        raw = LEVELS[term.level].log_ratio(token_log_ratio, x)
         if term.weight_inside:
             raw = raw + masked_seq_sum(weight.log(), x.mask, x.seq_ids, x.num_seqs)
             weight = torch.ones_like(weight)
@@ -136,20 +146,25 @@ class Objective:
             weight = weight * term.weigh(x).detach()
         log_ratio = clamp_log_ratio(raw)
         token = term.trust(log_ratio, x, term.trust_config)
-        kept = x.mask & corrected.keep
-        losses = x.weights.policy * torch.where(kept, weight * token.loss, 0)
+        kept = x.mask & corrected.keep if term.has_correction else x.mask
+        weighed = token.loss if is_plain else weight * token.loss
+        is_whole = clean.is_full and (not term.has_correction or is_full(kept))
+        losses = x.weights.policy * (weighed if is_whole else torch.where(kept, weighed, 0))
         metrics = _policy_metrics(clean, log_ratio=log_ratio, raw=raw, token=token)
         if term.has_correction:
-            metrics.update(_correction_metrics(clean, corrected))
+            metrics.update(_correction_metrics(clean, corrected, is_whole=is_whole))
         return losses, metrics
 
-    def _split_router_shift(self, x: LossInputs) -> tuple[LossInputs, Tensor | float]:
-        """Floor gamma; give log gamma for before the clip, and leave in `x.router_shift` what is applied after it."""
+    def _split_router_shift(self, x: LossInputs) -> tuple[LossInputs, Tensor | None]:
+        """Floor gamma; give log gamma for before the clip, or leave in `x.router_shift` what is applied after it."""
         shift = self.policy.router_shift
-        gamma = x.router_shift.clamp(min=shift.gamma_min, max=1.0) if shift.enabled else torch.ones_like(x.advantages)
-        if shift.enabled and shift.stage == "before_clip":
-            return _with_router_shift(x, torch.ones_like(gamma)), gamma.log()
-        return _with_router_shift(x, gamma), 0.0
+        others = {name: values for name, values in x.optional.items() if name != "router_shift"}
+        if not shift.enabled:
+            return dataclasses.replace(x, optional=others), None
+        gamma = x.router_shift.clamp(min=shift.gamma_min, max=1.0)
+        if shift.stage == "before_clip":
+            return dataclasses.replace(x, optional=others), gamma.log()
+        return dataclasses.replace(x, optional={**others, "router_shift": gamma}), None
 
     def _kl(self, x: LossInputs) -> Tensor:
         if self.kl.importance:
@@ -256,28 +271,35 @@ def _has_entropy_loss(entropy: EntropySection) -> bool:
     return entropy.place == "loss" and bool(entropy.coefficient or entropy.target is not None)
 
 
-def _with_router_shift(x: LossInputs, gamma: Tensor) -> LossInputs:
-    return dataclasses.replace(x, optional={**x.optional, "router_shift": gamma})
-
-
 def _policy_metrics(clean: CleanInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss) -> Metrics:
     x, live = clean.inputs, clean.live
-    ratio = log_ratio.detach().exp()
+    mean = _full_mean if clean.is_full else _token_mean
+    ratio = log_ratio.detach().exp() if token.ratio is None else token.ratio
+    seen = ratio if clean.is_full else torch.where(x.mask, ratio, -torch.inf)
     metrics: Metrics = {
-        "pg/ratio_mean": _token_mean(ratio, x.mask),
-        "pg/ratio_max": Max(torch.where(x.mask, ratio, -torch.inf).amax() if len(ratio) else -torch.inf),
-        "pg/clamped": _token_mean(raw.detach().abs() > LOG_RATIO_LIMIT, live),
+        "pg/ratio_mean": mean(ratio, x.mask),
+        "pg/ratio_max": Max(seen.amax() if len(ratio) else -torch.inf),
+        # The same tensor came back from the clamp: nothing was beyond the limit.
+        "pg/clamped": mean(raw.detach().abs() > LOG_RATIO_LIMIT, live) if raw is not log_ratio else _none_of(live),
     }
-    metrics.update({name: _token_mean(values, live) for name, values in token.metrics.items()})
+    metrics.update({name: mean(values, live) for name, values in token.metrics.items()})
     if "old_logprobs" in x.optional:
-        metrics["pg/kl_old"] = _token_mean(x.old_logprobs - x.logprobs, live)
+        metrics["pg/kl_old"] = mean(x.old_logprobs - x.logprobs.detach(), live)
     if "entropy" in x.optional:
         metrics["pg/entropy"] = _token_mean(x.entropy, live)
     return metrics
 
 
-def _correction_metrics(clean: CleanInputs, corrected: TokenCorrection) -> Metrics:
+def _correction_metrics(clean: CleanInputs, corrected: TokenCorrection, *, is_whole: bool) -> Metrics:
     x, live = clean.inputs, clean.live
+    if is_whole:
+        seqs = float((seq_lengths(x.seq_ids, x.num_seqs) > 0).sum())
+        return {
+            **{name: _full_mean(values, live) for name, values in corrected.metrics.items()},
+            "mm/reject": _none_of(live),
+            "mm/reject_seq": Mean(0.0, seqs),
+            "mm/weight_mean": _full_mean(corrected.weight, live),
+        }
     dropped = live & ~(x.mask & corrected.keep)
     tokens = per_sequence(live.to(x.logprobs.dtype), live, x.seq_ids, x.num_seqs)
     lost = per_sequence(dropped.to(x.logprobs.dtype), live, x.seq_ids, x.num_seqs)
@@ -286,6 +308,18 @@ def _correction_metrics(clean: CleanInputs, corrected: TokenCorrection) -> Metri
     metrics["mm/reject_seq"] = _token_mean((tokens > 0) & (lost == tokens), tokens > 0)
     metrics["mm/weight_mean"] = _token_mean(corrected.weight, x.mask & corrected.keep)
     return metrics
+
+
+def _full_mean(values: Tensor, mask: Tensor) -> Mean:
+    """Mean over all tokens, for which `mask` is known to be True."""
+    values = values.detach()
+    total = torch.count_nonzero(values) if values.dtype == torch.bool else values.sum()
+    return Mean(total.double(), float(len(values)))
+
+
+def _none_of(mask: Tensor) -> Mean:
+    """A fraction of `mask` that is 0."""
+    return Mean(0.0, mask.sum().double())
 
 
 def _token_mean(values: Tensor, mask: Tensor) -> Mean:

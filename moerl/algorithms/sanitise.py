@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moerl.algorithms.segments import is_full
 from moerl.algorithms.types import LossInputs
 from moerl.metrics import Metrics, Sum
 from moerl.types import TokenWeights
@@ -29,6 +31,8 @@ class CleanInputs:
     live: Tensor
     """[t] bool: tokens that train, wider than `inputs.mask` by those whose rollout logprob alone is unusable."""
     metrics: Metrics
+    is_full: bool = False
+    """Every token may be computed with, and trains; False where only a device could tell."""
 
 
 def sanitise(x: LossInputs, *, reads_rollout_logprobs: bool) -> CleanInputs:
@@ -37,6 +41,8 @@ def sanitise(x: LossInputs, *, reads_rollout_logprobs: bool) -> CleanInputs:
     A NaN that the learner itself computed on a live token is left to reach the loss, so that the run stops.
     """
     dtype = torch.promote_types(x.logprobs.dtype, torch.float32)
+    if _is_usable(x, reads_rollout_logprobs):
+        return _as_it_is(x, dtype, reads_rollout_logprobs)
     own = {"logprobs": x.logprobs, **{name: x.optional[name] for name in _PREFIXED if name in x.optional}}
     is_infinite = torch.stack([values.detach().isinf() for values in own.values()]).any(0) & x.mask
     live = x.mask & ~is_infinite
@@ -75,6 +81,38 @@ def sanitise(x: LossInputs, *, reads_rollout_logprobs: bool) -> CleanInputs:
         optional=optional,
     )
     return CleanInputs(inputs, live, metrics)
+
+
+def _is_usable(x: LossInputs, reads_rollout_logprobs: bool) -> bool:
+    """Nothing is masked and all logprobs are finite; asked on the CPU only, where the answer costs next to nothing."""
+    if not is_full(x.mask) or any(name in x.optional for name in _TOPK):
+        return False
+    read = [x.logprobs, *(x.optional[name] for name in _PREFIXED if name in x.optional)]
+    read += [x.rollout_logprobs] if reads_rollout_logprobs else []
+    return all(math.isfinite(float(values.detach().sum())) for values in read)  # a sum of finite ones that overflows
+    # only takes the longer way
+
+
+def _as_it_is(x: LossInputs, dtype: torch.dtype, reads_rollout_logprobs: bool) -> CleanInputs:
+    metrics: Metrics = {"pg/invalid_logprobs": Sum(0)}
+    if reads_rollout_logprobs:
+        metrics["mm/invalid_logprobs"] = Sum(0)
+    terms = tuple(getattr(x.weights, f.name) for f in dataclasses.fields(x.weights))
+    cast = {id(values): values.detach().to(dtype) for values in terms}
+    optional = {
+        name: values.to(dtype) if name in _WITH_GRADIENT else values.detach().to(dtype)
+        for name, values in x.optional.items()
+        if name in (*_PREFIXED, *_CONSTANTS, *_WITH_GRADIENT, "router_shift")
+    }
+    inputs = dataclasses.replace(
+        x,
+        logprobs=x.logprobs.to(dtype),
+        rollout_logprobs=x.rollout_logprobs.detach().to(dtype),
+        advantages=x.advantages.detach().to(dtype),
+        weights=TokenWeights(*(cast[id(values)] for values in terms)),
+        optional={**x.optional, **optional},
+    )
+    return CleanInputs(inputs, x.mask, metrics, is_full=True)
 
 
 def _clean_weights(weights: TokenWeights, live: Tensor, dtype: torch.dtype) -> TokenWeights:

@@ -36,6 +36,9 @@ index j of the three of the critic speaks of the state before token j. `rewards`
 tokens and the sampled one; -inf in both where the sampled token is among the k.
 """
 
+PER_SEQUENCE_FIELDS = frozenset({"rewards", "group_ids"})
+"""Those of `OPTIONAL_FIELDS` that are [n], not per token."""
+
 OLD_PASS = "old_pass"
 """Asks `Policy.score` for old logprobs even where the first minibatch would give the same ones."""
 
@@ -92,7 +95,9 @@ class TokenLoss:
     loss: Tensor
     """[t] with gradient."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """name -> [t]; reduced as a mean over live tokens."""
+    """name -> [t], bool or float; reduced as a mean over live tokens."""
+    ratio: Tensor | None = None
+    """[t], detached: exp of the log-ratio where it was made anyway, so that metrics need not make it again."""
 
 
 @dataclass(frozen=True)
