@@ -59,6 +59,18 @@ def teacher(axes: Axes) -> Iterator[str]:
         )
 
 
+def reference(axes: Axes) -> Iterator[str]:
+    """Only what is measured to can move."""
+    if not axes["reference.update_every_steps"]:
+        return
+    reads = axes["kl.place"] != "none" or axes.name("objective") == "group_dpo"
+    if not reads and axes.name("token_weight") != "one_minus_ref_prob":
+        yield (
+            f"algorithm.reference.update_every_steps is {axes['reference.update_every_steps']!r}, but nothing reads "
+            "the reference's logprobs, so that there is no reference to move: set algorithm.kl.place, or set it to 0"
+        )
+
+
 def model_values(axes: Axes) -> Iterator[str]:
     """Bounds of the numbers of critic, reference, teacher and GAE."""
     shares = ("advantage.gae_lambda", "critic.gae_lambda")
@@ -78,4 +90,4 @@ def model_values(axes: Axes) -> Iterator[str]:
             yield f"algorithm.{path} is {axes[path]!r}, but must be a finite number of at least 0"
 
 
-MODEL_RULES = (critic, teacher)
+MODEL_RULES = (critic, teacher, reference)
