@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from moerl.metrics import Last, Metrics, merge_into
+from moerl.metrics import Last, Max, Metrics, Min, masked_mean, merge_into
 from moerl.protocols import Critic, Policy
 from moerl.types import StepBatch
 
@@ -38,7 +39,8 @@ class ActorCritic:
         Raises:
             NumericsError: a loss or gradient of either is not finite.
         """
-        metrics = self._critic.update(batch)
+        metrics = _advantage_metrics(batch)
+        merge_into(metrics, self._critic.update(batch))
         is_pretraining = self._critic.version <= self._pretrain_steps
         metrics["critic/is_pretraining"] = Last(float(is_pretraining))
         return metrics if is_pretraining else merge_into(metrics, self._policy.update(batch, objective))
@@ -60,3 +62,18 @@ class ActorCritic:
         """
         self._policy.load(folder)
         self._critic.load(folder)
+
+
+def _advantage_metrics(batch: StepBatch) -> Metrics:
+    """Over the live tokens of the first epoch."""
+    metrics: Metrics = {}
+    for micro in (micro for mini in batch.minibatches[: batch.num_score_minibatches] for micro in mini):
+        values = micro.advantages.double()
+        new: Metrics = {
+            "advantage/mean": masked_mean(values, micro.mask),
+            "advantage/abs_mean": masked_mean(values.abs(), micro.mask),
+            "advantage/max": Max(values.masked_fill(~micro.mask, -torch.inf).max()),
+            "advantage/min": Min(values.masked_fill(~micro.mask, torch.inf).min()),
+        }
+        merge_into(metrics, new)
+    return metrics

@@ -61,6 +61,8 @@ def test_it_runs_and_goes_on_bit_for_bit(tmp_path: Path, name: str, method: tupl
     assert rows[1]["critic/value_mean"] == 0.0, "the head starts at 0"
     assert rows[3]["critic/value_mean"] > 0.0
     assert all(-1.0 <= row["critic/explained_variance"] <= 1.0 for row in rows[1:])
+    assert all(row["advantage/mean"] == pytest.approx(0.0, abs=1e-6) for row in rows[1:]), "whitened over tokens"
+    assert all(row["advantage/max"] > 0 > row["advantage/min"] for row in rows[1:])
     going_on = folder.with_name(f"{name}-again")
     shutil.copytree(folder, going_on)
     config = going_on / "config.yaml"

@@ -35,13 +35,17 @@ def _metrics(table: RewardTable, advantages: Tensor) -> Metrics:
     seen = advantages[table.scored]
     count = float(len(seen))
     flat = table.flat_groups(table.rewards) & (table.counts > 1)
-    metrics: Metrics = {
+    counted: Metrics = {
         "advantage/zero_variance_groups": Sum(int(flat.sum())),
         "advantage/singleton_groups": Sum(int((table.counts == 1).sum())),
         "advantage/unscored": Sum(int((~table.scored).sum())),
+    }
+    if table.settings.center == "value":  # these are rewards still; advantages come with the values
+        return counted
+    return {
+        **counted,
         "advantage/mean": Mean(float(seen.sum()), count),
         "advantage/abs_mean": Mean(float(seen.abs().sum()), count),
         "advantage/max": Max(float(seen.max()) if count else float("-inf")),
         "advantage/min": Min(float(seen.min()) if count else float("inf")),
     }
-    return metrics
