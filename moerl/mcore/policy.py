@@ -146,9 +146,8 @@ class MegatronPolicy:
     def score(self, batch: StepBatch, needs: frozenset[str]) -> tuple[StepBatch, Metrics]:
         """Fill old and reference logprobs and old routing at the weights before the first minibatch.
 
-        The old pass is skipped where nothing needs it: no ratio, or one minibatch whose old policy is the current one.
-            The
-        pair (rollout, old) is then measured by `update`.
+        The old pass is skipped where nothing needs it: one minibatch, whose old policy is the current one (the pair
+        (rollout, old) is then measured by `update`), or neither a ratio nor routes.
 
         Returns:
             The batch with `old_logprobs`, `old_routes`, `old_router_logprobs` (and `ref_logprobs`) filled in every
@@ -174,7 +173,11 @@ class MegatronPolicy:
     def _needs_old_pass(self, batch: StepBatch, needs: frozenset[str]) -> bool:
         if needs & {"router_shift", "old_entropy", OLD_PASS}:
             return True
-        return len(batch.minibatches) > 1 and (bool(needs & {"old_logprobs"}) or self._routing == "R2")
+        if len(batch.minibatches) == 1:
+            return False
+        # With rollout routes the pairs (rollout, old) and (old, current) are always measured, whatever the loss reads.
+        has_routes = any(micro.routes is not None for minibatch in batch.minibatches for micro in minibatch)
+        return has_routes or bool(needs & {"old_logprobs"}) or self._routing == "R2"
 
     def _replay_for_score(self, batch: MicroBatch) -> Routes:
         return rollout_routes(batch) if self._routing == "R3" else (None, None)
@@ -295,7 +298,7 @@ class MegatronPolicy:
         if all(sample in self._old_routing for batch in minibatch for sample in batch.sample_ids):
             before = [moe_stats.live_stats(batch, self._old_observation(batch)) for batch in minibatch]
             return moe_stats.update_pair_metrics(before, now)
-        return {**self._pair_metrics(minibatch, results), **moe_stats.update_pair_metrics(now, now)}
+        return self._pair_metrics(minibatch, results)  # one minibatch: no update lies between old and current
 
     def _old_observation(self, batch: MicroBatch) -> Observation:
         kept = [self._old_routing[sample] for sample in batch.sample_ids]
