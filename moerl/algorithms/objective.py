@@ -17,8 +17,8 @@ from moerl.algorithms.compose import composition_errors, value_errors
 from moerl.algorithms.mismatch import TokenCorrection
 from moerl.algorithms.ratio import LEVELS, LOG_RATIO_LIMIT, clamp_log_ratio
 from moerl.algorithms.registries import corrections, objectives, token_weights, trust_regions
-from moerl.algorithms.sanitise import CleanInputs, sanitise
-from moerl.algorithms.segments import is_full, masked_seq_sum, per_sequence, seq_lengths
+from moerl.algorithms.sanitise import CleanInputs, first_tokens, sanitise
+from moerl.algorithms.segments import is_full, masked_seq_sum, per_sequence, seq_lengths, seq_totals, spread
 from moerl.algorithms.types import (
     CORRECTION_MEAN,
     ENTROPY_COEFFICIENT,
@@ -39,6 +39,8 @@ class PolicyTerm:
 
     anchor: str
     level: str
+    is_elementwise: bool
+    """The trust region reads the log-ratio and the advantage of a token alone, and is used in ratio form."""
     trust: Callable[[Tensor, LossInputs, Any], TokenLoss]
     trust_config: Any
     weight_inside: bool
@@ -138,7 +140,10 @@ class Objective:
         else:
             anchor = x.old_logprobs if term.anchor == "old" else x.rollout_logprobs
         token_log_ratio = x.logprobs - anchor if shift is None else x.logprobs - anchor + shift
-        raw = LEVELS[term.level].log_ratio(token_log_ratio, x)
+        level = LEVELS[term.level]
+        if term.is_elementwise and is_plain and clean.is_full and level.is_mean is not None:
+            return self._sequence_losses(clean, token_log_ratio, is_mean=level.is_mean)
+        raw = level.log_ratio(token_log_ratio, x)
         if term.weight_inside:
             raw = raw + masked_seq_sum(weight.log(), x.mask, x.seq_ids, x.num_seqs)
             weight = torch.ones_like(weight)
@@ -154,6 +159,17 @@ class Objective:
         if term.has_correction:
             metrics.update(_correction_metrics(clean, corrected, is_whole=is_whole))
         return losses, metrics
+
+    def _sequence_losses(self, clean: CleanInputs, token_log_ratio: Tensor, *, is_mean: bool) -> tuple[Tensor, Metrics]:
+        """One ratio, one advantage, no token weights: a sequence is what a token is elsewhere."""
+        term, x = self.policy, clean.inputs
+        lengths = seq_lengths(x.seq_ids, x.num_seqs)
+        raw = seq_totals(token_log_ratio, x.seq_ids, lengths)
+        raw = raw / lengths.clamp(min=1) if is_mean else raw
+        log_ratio = clamp_log_ratio(raw)
+        token = term.trust(log_ratio, first_tokens(x, lengths), term.trust_config)
+        losses = x.weights.policy * spread(token.loss, x.seq_ids, lengths)
+        return losses, _sequence_metrics(x, log_ratio=log_ratio, raw=raw, token=token, lengths=lengths)
 
     def _split_router_shift(self, x: LossInputs) -> tuple[LossInputs, Tensor | None]:
         """Floor gamma; give log gamma for before the clip, or leave in `x.router_shift` what is applied after it."""
@@ -198,6 +214,7 @@ def build_objective(cfg: AlgorithmSection) -> Objective:
     term = PolicyTerm(
         anchor=cfg.anchor,
         level=cfg.level,
+        is_elementwise=cfg.form == "ratio" and bool(trust.traits.get("elementwise")),
         trust=trust.traits["score"] if form == "any" and cfg.form == "score" else trust.target,
         trust_config=trust_config,
         weight_inside=bool(trust.traits.get("weight_inside")) and bool(correction.traits.get("weighs")),
@@ -280,7 +297,7 @@ def _policy_metrics(clean: CleanInputs, *, log_ratio: Tensor, raw: Tensor, token
         "pg/ratio_mean": mean(ratio, x.mask),
         "pg/ratio_max": Max(seen.amax() if len(ratio) else -torch.inf),
         # The same tensor came back from the clamp: nothing was beyond the limit.
-        "pg/clamped": mean(raw.detach().abs() > LOG_RATIO_LIMIT, live) if raw is not log_ratio else _none_of(live),
+        "pg/clamped": mean(raw.detach().abs() > LOG_RATIO_LIMIT, live) if raw is not log_ratio else _none_of(clean),
     }
     metrics.update({name: mean(values, live) for name, values in token.metrics.items()})
     if "old_logprobs" in x.optional:
@@ -290,13 +307,28 @@ def _policy_metrics(clean: CleanInputs, *, log_ratio: Tensor, raw: Tensor, token
     return metrics
 
 
+def _sequence_metrics(x: LossInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss, lengths: Tensor) -> Metrics:
+    """The policy's metrics as means over tokens, from one value for each sequence."""
+    count, per_token = float(lengths.sum()), lengths.double()
+    ratio = log_ratio.detach().exp()
+    values = {"pg/ratio_mean": ratio, "pg/clamped": raw.detach().abs() > LOG_RATIO_LIMIT, **token.metrics}
+    metrics: Metrics = {name: Mean((v.detach().double() * per_token).sum(), count) for name, v in values.items()}
+    seen = torch.where(lengths > 0, ratio, -torch.inf)
+    metrics["pg/ratio_max"] = Max(seen.amax() if len(seen) else -torch.inf)
+    if "old_logprobs" in x.optional:
+        metrics["pg/kl_old"] = _full_mean(x.old_logprobs - x.logprobs.detach(), x.mask)
+    if "entropy" in x.optional:
+        metrics["pg/entropy"] = _full_mean(x.entropy, x.mask)
+    return metrics
+
+
 def _correction_metrics(clean: CleanInputs, corrected: TokenCorrection, *, is_whole: bool) -> Metrics:
     x, live = clean.inputs, clean.live
     if is_whole:
         seqs = float((seq_lengths(x.seq_ids, x.num_seqs) > 0).sum())
         return {
             **{name: _full_mean(values, live) for name, values in corrected.metrics.items()},
-            "mm/reject": _none_of(live),
+            "mm/reject": _none_of(clean),
             "mm/reject_seq": Mean(0.0, seqs),
             "mm/weight_mean": _full_mean(corrected.weight, live),
         }
@@ -317,9 +349,9 @@ def _full_mean(values: Tensor, mask: Tensor) -> Mean:
     return Mean(total.double(), float(len(values)))
 
 
-def _none_of(mask: Tensor) -> Mean:
-    """A fraction of `mask` that is 0."""
-    return Mean(0.0, mask.sum().double())
+def _none_of(clean: CleanInputs) -> Mean:
+    """A fraction of the live tokens that is 0."""
+    return Mean(0.0, float(len(clean.live)) if clean.is_full else clean.live.sum().double())
 
 
 def _token_mean(values: Tensor, mask: Tensor) -> Mean:

@@ -23,6 +23,8 @@ class RatioLevel:
     """(token log-ratios [t], inputs) -> unclamped log-ratio [t]."""
     constant_advantage: bool = False
     """The advantage must be the same on all tokens of a sequence."""
+    is_mean: bool | None = None
+    """For levels with one ratio a sequence: its log is the mean (True) or the sum (False) over the tokens."""
 
 
 def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
@@ -58,9 +60,9 @@ def _seq_prod(token_log_ratio: Tensor, x: LossInputs) -> Tensor:
 LEVELS = {
     "none": RatioLevel(_no_ratio),
     "token": RatioLevel(_token),
-    "seq_geo": RatioLevel(_seq_geo, constant_advantage=True),
+    "seq_geo": RatioLevel(_seq_geo, constant_advantage=True, is_mean=True),
     "seq_geo_token": RatioLevel(_seq_geo_token),
-    "seq_prod": RatioLevel(_seq_prod, constant_advantage=True),
+    "seq_prod": RatioLevel(_seq_prod, constant_advantage=True, is_mean=False),
     # The trust region `log_clip` clips each token first and takes the mean itself (GMPO).
     "geo_clip": RatioLevel(_token, constant_advantage=True),
 }

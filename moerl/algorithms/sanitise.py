@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.segments import is_full
-from moerl.algorithms.types import LossInputs
+from moerl.algorithms.types import PER_SEQUENCE_FIELDS, LossInputs
 from moerl.metrics import Metrics, Sum
 from moerl.types import TokenWeights
 
@@ -85,7 +85,7 @@ def sanitise(x: LossInputs, *, reads_rollout_logprobs: bool) -> CleanInputs:
 
 def _is_usable(x: LossInputs, reads_rollout_logprobs: bool) -> bool:
     """Nothing is masked and all logprobs are finite; asked on the CPU only, where the answer costs next to nothing."""
-    if not is_full(x.mask) or any(name in x.optional for name in _TOPK):
+    if not len(x.mask) or not is_full(x.mask) or any(name in x.optional for name in _TOPK):
         return False
     read = [x.logprobs, *(x.optional[name] for name in _PREFIXED if name in x.optional)]
     read += [x.rollout_logprobs] if reads_rollout_logprobs else []
@@ -113,6 +113,25 @@ def _as_it_is(x: LossInputs, dtype: torch.dtype, reads_rollout_logprobs: bool) -
         optional={**x.optional, **optional},
     )
     return CleanInputs(inputs, x.mask, metrics, is_full=True)
+
+
+def first_tokens(x: LossInputs, lengths: Tensor) -> LossInputs:
+    """The first token of every sequence [n], for a policy term that is the same on all of them.
+
+    Sequences without tokens get some token of their neighbours: nothing is weighed by it.
+    """
+    at = (lengths.cumsum(0) - lengths).clamp(max=len(x.seq_ids) - 1)
+    return dataclasses.replace(
+        x,
+        logprobs=x.logprobs[at],
+        rollout_logprobs=x.rollout_logprobs[at],
+        advantages=x.advantages[at],
+        mask=x.mask[at],
+        weights=TokenWeights.shared(x.weights.policy[at]),
+        seq_ids=torch.arange(len(at), device=at.device),
+        num_seqs=len(at),
+        optional={name: values[at] for name, values in x.optional.items() if name not in PER_SEQUENCE_FIELDS},
+    )
 
 
 def _clean_weights(weights: TokenWeights, live: Tensor, dtype: torch.dtype) -> TokenWeights:

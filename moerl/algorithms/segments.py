@@ -24,6 +24,40 @@ class _SequenceSum(torch.autograd.Function):
         return _SequenceSum.apply(grads[0], seq_ids, lengths, divisor), None, None, None  # pyright: ignore[reportReturnType]: apply is untyped
 
 
+class _Totals(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
+        ctx.save_for_backward(seq_ids, lengths)
+        return torch.segment_reduce(values.contiguous(), "sum", lengths=lengths, unsafe=True, initial=0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        seq_ids, lengths = ctx.saved_tensors
+        return spread(grads[0], seq_ids, lengths), None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, per_seq: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
+        ctx.save_for_backward(seq_ids, lengths)
+        return _spread(per_seq, seq_ids)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        seq_ids, lengths = ctx.saved_tensors
+        return seq_totals(grads[0], seq_ids, lengths), None, None
+
+
+def seq_totals(values: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
+    """[t] -> [n]: the sum of each sequence."""
+    return _Totals.apply(values, seq_ids, lengths)  # pyright: ignore[reportReturnType]: apply is untyped
+
+
+def spread(per_seq: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
+    """[n] -> [t]: each sequence's value on all its tokens."""
+    return _Spread.apply(per_seq, seq_ids, lengths)  # pyright: ignore[reportReturnType]: apply is untyped
+
+
 def _spread(per_seq: Tensor, seq_ids: Tensor) -> Tensor:
     """[n] -> [t]; several times faster than indexing on a CPU."""
     return per_seq.index_select(0, seq_ids)

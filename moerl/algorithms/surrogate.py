@@ -48,7 +48,8 @@ class _Pessimistic(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         against = advantages.neg()
         free = ratio * against
-        loss = torch.maximum(free, torch.clamp(ratio, low, high).mul_(against))
+        held = torch.clamp(ratio, low, high)  # pyright: ignore[reportCallIssue, reportArgumentType]: both numbers or both tensors
+        loss = torch.maximum(free, held.mul_(against))
         clipped = (loss - free).sign_()  # 1 where the bound binds, 0 elsewhere; NaN stays NaN
         ctx.save_for_backward(torch.addcmul(against, against, clipped, value=-1))
         ctx.mark_non_differentiable(clipped)
@@ -64,7 +65,8 @@ def _one_clip(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tens
     """A bound binds only on the side where it lowers the objective: above for A > 0, below for A < 0."""
     loss, clipped = _Pessimistic.apply(ratio, advantages, low, high)  # pyright: ignore[reportGeneralTypeIssues]: untyped
     signed = clipped * advantages.sign()
-    metrics = {"pg/clip_low": signed.neg().clamp_(min=0), "pg/clip_high": signed.clamp(min=0)}
+    above = signed.clamp(min=0)
+    metrics = {"pg/clip_low": above - signed, "pg/clip_high": above}
     return TokenLoss(loss, metrics, ratio.detach())
 
 

@@ -32,7 +32,7 @@ class ClipConfig:
             check_above("trust.delta", self.delta, 1.0 + self.hi)
 
 
-@trust_regions.register("clip", ClipConfig, form="ratio")
+@trust_regions.register("clip", ClipConfig, form="ratio", elementwise=True)
 def clip(log_ratio: Tensor, x: LossInputs, cfg: ClipConfig) -> TokenLoss:
     """PPO's pessimistic surrogate."""
     bounds = (1 - cfg.lo, 1 + cfg.hi)

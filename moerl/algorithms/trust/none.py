@@ -20,7 +20,7 @@ def score_form(log_ratio: Tensor, x: LossInputs, cfg: NoTrustConfig) -> TokenLos
     return TokenLoss(-log_ratio.detach().exp() * x.advantages * x.logprobs)
 
 
-@trust_regions.register("none", NoTrustConfig, form="any", score=score_form)
+@trust_regions.register("none", NoTrustConfig, form="any", elementwise=True, score=score_form)
 def unbounded(log_ratio: Tensor, x: LossInputs, cfg: NoTrustConfig) -> TokenLoss:
     """Gradient through the ratio."""
     return TokenLoss(-log_ratio.exp() * x.advantages)

@@ -27,7 +27,7 @@ class SoftGateConfig:
         check_choice("trust.form", self.form, ("two_sided", "one_sided"))
 
 
-@trust_regions.register("soft_gate", SoftGateConfig, form="ratio")
+@trust_regions.register("soft_gate", SoftGateConfig, form="ratio", elementwise=True)
 def soft_gate(log_ratio: Tensor, x: LossInputs, cfg: SoftGateConfig) -> TokenLoss:
     """-(4 / tau) sigmoid(tau (ratio - 1)) A."""
     ratio = log_ratio.exp()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -79,3 +80,31 @@ def test_without_gradient(batch_v, monkeypatch):
         loss, _ = objective(batch_v.inputs(batch_v.now, aggregation={"name": "token_mean"}))
     assert not loss.requires_grad
     assert loss.isfinite()
+
+
+@pytest.mark.parametrize("level", ["seq_geo", "seq_prod"])
+@pytest.mark.parametrize(
+    "trust", [{"name": "clip"}, {"name": "clip", "dual_c": 3.0}, {"name": "soft_gate"}, {"name": "none"}]
+)
+def test_once_a_sequence_is_the_same_as_once_a_token(batch_v, level, trust):
+    values = {"level": level, "trust": trust, "kl": {"place": "none"}}
+    fast = batch_v.objective(values)
+    assert fast.policy.is_elementwise
+    slow = dataclasses.replace(fast, policy=dataclasses.replace(fast.policy, is_elementwise=False))
+    found = []
+    for objective in (fast, slow):
+        leaf = batch_v.now.clone().requires_grad_()
+        loss, metrics = objective(batch_v.inputs(leaf, aggregation={"name": "token_mean"}))
+        found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0], to_floats(metrics)))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-12, atol=1e-15)
+    assert found[0][2] == pytest.approx(found[1][2], rel=1e-9, abs=1e-12)
+
+
+def test_sequences_without_tokens_have_no_part(batch_v):
+    objective = batch_v.objective(PRESETS["gspo"].values)
+    x = batch_v.inputs(batch_v.now.clone().requires_grad_(), aggregation={"name": "token_mean"})
+    gaps = dataclasses.replace(x, seq_ids=x.seq_ids * 2 + 1, num_seqs=9)
+    (plain, seen), (with_gaps, again) = objective(x), objective(gaps)
+    torch.testing.assert_close(with_gaps, plain, rtol=1e-12, atol=0)
+    assert to_floats(seen) == pytest.approx(to_floats(again))
