@@ -70,7 +70,73 @@ FAULTS = {
     "icepop in a geometric mean": (GMPO | {"correction": {"name": "icepop"}}, ("'geo_clip'", "'icepop'", "mis")),
 }
 
+REMOVE = {"rejected": "remove"}
+PAIRS = {
+    "objective": {"name": "group_dpo"},
+    "advantage": {"transform": {"name": "best_worst"}},
+    "aggregation": {"name": "prompt_mean"},
+}
+KL_REWARD = {"place": "reward", "estimator": "k1", "coefficient": 0.1}
+PLAIN = {"center": "none", "scale": "none"}
+
+FAULTS |= {
+    "removal by the current policy": (
+        {"correction": {"name": "opsm", **REMOVE}},
+        ("rejected is 'remove'", "'opsm'", "keep_denominator"),
+    ),
+    "removal by what it removes": ({"correction": {"name": "vaco", **REMOVE}}, ("rejected is 'remove'", "'vaco'")),
+    "removal with a mask of the current policy": (
+        {"form": "score", "anchor": "rollout", "trust": {"name": "div_mask"}, "correction": {"name": "rs", **REMOVE}},
+        ("rejected is 'remove'", "'div_mask'"),
+    ),
+    "k3 in the reward": ({"kl": {**KL_REWARD, "estimator": "k3"}}, ("place is 'reward'", "estimator 'k3'", "'k1'")),
+    "a gradient of the reward": ({"kl": {**KL_REWARD, "importance": True}}, ("place is 'reward'", "kl.importance")),
+    "a target without a KL": ({"kl": {"target": 0.1}}, ("kl.target", "kl.place 'none'")),
+    "a target without a bonus": ({"entropy": {"target": 0.1}}, ("entropy.target", "entropy.place 'none'")),
+    "token rewards, sequence ratio": (
+        {"level": "seq_geo", "advantage": PLAIN, "kl": KL_REWARD},
+        ("level is 'seq_geo'", "kl.place 'reward'", "seq_geo_token"),
+    ),
+    "token entropies, sequence ratio": (
+        {"level": "seq_geo", "entropy": {"place": "reward", "coefficient": 0.1}},
+        ("level is 'seq_geo'", "entropy.place 'reward'"),
+    ),
+    "a history without its transform": ({"advantage": {"center": "history"}}, ("'history'", "'identity'", "'sas'")),
+    "a transform without its history": ({"advantage": {"transform": {"name": "sas"}}}, ("'group_mean'", "'sas'")),
+    "a history that counts twice": (
+        {"advantage": {"center": "history", "transform": {"name": "sas"}}, "kl": KL_REWARD},
+        ("'sas'", "kl.place 'reward'", "twice"),
+    ),
+    "token weights of a geometric mean": (GMPO | {"token_weight": {"name": "prob_reweight"}}, ("'geo_clip'", "to one")),
+    "lopti over sequences": ({"level": "seq_geo", "schedule": {"name": "lopti"}}, ("'lopti'", "level 'seq_geo'")),
+    "lopti with a sequence correction": (
+        {"schedule": {"name": "lopti"}, "correction": {"name": "tis", "level": "seq"}},
+        ("'lopti'", "correction 'tis'"),
+    ),
+    "pairs of no transform": (
+        {**PAIRS, "advantage": {}},
+        ("'group_dpo'", "advantage.transform 'identity'", "best_worst"),
+    ),
+    "pairs under a token mean": (
+        {**PAIRS, "aggregation": {"name": "token_mean"}},
+        ("'group_dpo'", "aggregation 'token_mean'", "prompt_mean"),
+    ),
+    "pairs in two updates": ({**PAIRS, "schedule": {"name": "lopti"}}, ("'group_dpo'", "schedule 'lopti'")),
+    "pairs with a correction": ({**PAIRS, "correction": {"name": "tis"}}, ("'group_dpo'", "correction 'tis'")),
+    "pairs chosen before their rewards": ({**PAIRS, "kl": KL_REWARD}, ("'group_dpo'", "in the reward")),
+    "pairs of clamped advantages": (
+        {**PAIRS, "advantage": {"transform": {"name": "best_worst"}, "post": {"name": "clamp"}}},
+        ("'group_dpo'", "post 'clamp'"),
+    ),
+}
+
 LEGAL = {
+    "pairs": PAIRS,
+    "removal of what the score pass rejects": {"correction": {"name": "icepop", **REMOVE}},
+    "kl of whole answers, sequence ratio": {"level": "seq_geo", "kl": KL_REWARD},
+    "kl of tokens, token ratio": {"advantage": PLAIN, "kl": KL_REWARD},
+    "lopti with a token correction": {"schedule": {"name": "lopti"}, "correction": {"name": "tis"}},
+    "token weights of a sequence ratio": {"level": "seq_geo", "token_weight": {"name": "top_entropy"}},
     "schema defaults": {},
     "one weight per sequence": GMPO | {"correction": {"name": "tis", "level": "seq"}},
     "reduced weights": GMPO | {"correction": {"name": "tis", "w_reduce": "geo_mean"}},
@@ -181,6 +247,14 @@ NEEDS = {
     "dppo_tv": set(),
     "minirl": {"old_logprobs"},
     "olmo3": {"old_logprobs"},
+    "rloo": set(),
+    "reinforce_pp": {"old_logprobs"},
+    "reinforce_pp_baseline": {"old_logprobs", "ref_logprobs"},
+    "dcpo": {"old_logprobs"},
+    "ar_lopti": {"old_logprobs", "ref_logprobs"},
+    "group_dpo": {"ref_logprobs", "group_ids"},
+    "dr_grpo_ref_weighted": {"old_logprobs", "ref_logprobs"},
+    "scalerl": set(),
 }
 
 
@@ -189,7 +263,7 @@ def test_objective_declares_what_it_reads(batch_v, name):
     objective = batch_v.objective(PRESETS[name].values)
     assert objective.needs == NEEDS[name]
     assert objective.constant_advantage == (name in {"gspo", "gmpo", "rspo", "vespo"})
-    assert objective.reads_rollout_logprobs == (name in {"vespo", "dppo_tv", "minirl", "olmo3"})
+    assert objective.reads_rollout_logprobs == (name in {"vespo", "dppo_tv", "minirl", "olmo3", "scalerl"})
 
 
 def test_presets_and_rules_import_without_torch():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -122,3 +123,24 @@ def test_refusals_name_both_numbers():
         plan([100, 100, 100], dp_size=2)
     with pytest.raises(DataError, match="without samples"):
         plan([])
+
+
+def test_atoms_share_a_micro_batch_and_everything_is_still_trained_on_once():
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(2, 30, size=24).tolist()
+    pairs = [i // 2 for i in range(24)]
+    made = plan(lengths, pairs, atoms=pairs, max_tokens_per_microbatch=70, num_minibatches=3, dp_size=2)
+    micros = [set(micro) for ranks in made.assignment for rank in ranks for micro in rank]
+    assert sorted(sample for micro in micros for sample in micro) == list(range(24))
+    assert all(({2 * i, 2 * i + 1} & micro) in (set(), {2 * i, 2 * i + 1}) for micro in micros for i in range(12))
+    assert all(sum(lengths[s] for s in micro) <= 70 for micro in micros)
+
+
+def test_atoms_of_one_change_nothing():
+    lengths, groups = [5, 9, 3, 7, 2, 8], [0, 0, 1, 1, 2, 2]
+    assert plan(lengths, groups, atoms=list(range(6))) == plan(lengths, groups)
+
+
+def test_an_atom_above_the_budget_says_what_to_raise():
+    with pytest.raises(DataError, match=r"samples \[0, 1\] must share a micro-batch and have 12 tokens"):
+        plan([6, 6], [0, 0], atoms=[0, 0], max_tokens_per_microbatch=8)
