@@ -54,13 +54,23 @@ def _point(method: Method) -> str:
         parts.append("score")
     if a.anchor != "old":
         parts.append(f"anchor {a.anchor}")
-    for axis, node in (("transform", a.advantage.transform), ("post", a.advantage.post), ("", a.correction)):
-        if node["name"] not in ("identity", "none"):
+    nodes = (
+        ("objective", a.objective),
+        ("transform", a.advantage.transform),
+        ("post", a.advantage.post),
+        ("token weight", a.token_weight),
+        ("schedule", a.schedule),
+        ("", a.correction),
+    )
+    for axis, node in nodes:
+        if node["name"] not in ("identity", "none", "policy_gradient", "one", "joint"):
             parts.append(f"{axis} {_node(node)}".strip())
     if a.router_shift.enabled:
         parts.append(f"router shift {a.router_shift.stage}")
     if a.kl.place != "none":
         parts.append(f"{a.kl.estimator} {a.kl.coefficient:g} in {a.kl.place}")
+    if a.positive_nll.coefficient:
+        parts.append(f"likelihood of right answers {a.positive_nll.coefficient:g}")
     parts += [_node(node) for node in (*a.shaping, *a.filters)]
     return ", ".join(parts)
 
