@@ -70,10 +70,11 @@ def test_a_process_that_is_told_to_end_finishes_what_it_does():
 import sys
 from moerl.stop import StopSignal
 with StopSignal() as stop:
-    print("ready", flush=True)
     steps = 0
     while not stop.requested:
         steps += 1
+        if steps == 1:
+            print("ready", flush=True)
 print("saved" if steps else "not started", flush=True)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
