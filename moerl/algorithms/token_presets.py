@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moerl.algorithms.preset_points import (
     BUDGET,
     GROUP,
@@ -20,7 +22,7 @@ from moerl.algorithms.preset_points import (
 )
 
 
-def _lopti(**more: Values) -> Values:
+def _lopti(**more: Any) -> Values:
     trust = {"name": "clip", "lo": 0.2, "hi": 0.24, "dual_c": 10.0}
     schedule = {"name": "lopti", "eta": 0.5}
     point = ppo_point(GROUP, TOKEN_MEAN, kl=kl_point(0.001), schedule=schedule, **more)

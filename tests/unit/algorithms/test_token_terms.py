@@ -9,14 +9,17 @@ import pytest
 import torch
 
 from moerl.algorithms.adaptive import Coefficients, adapted_entropy_coefficient, adapted_kl_coefficient
+from moerl.algorithms.advantage.credit import group_advantages
 from moerl.algorithms.aggregation import term_weights
+from moerl.algorithms.compose import value_errors
 from moerl.algorithms.presets import PRESETS
-from moerl.algorithms.registries import corrections, schedules
+from moerl.algorithms.registries import advantage_posts, corrections, objectives, schedules, token_weights
 from moerl.algorithms.segments import masked_seq_rank
 from moerl.algorithms.token_weight.top_entropy import entropy_threshold
 from moerl.algorithms.trust.div_mask import binary_divergence, topk_divergence
-from moerl.config.schema import AlgorithmSection, EntropySection, KLSection
-from moerl.errors import ConfigError, DataError
+from moerl.algorithms.types import CreditInputs
+from moerl.config.schema import AdvantageSection, AlgorithmSection, EntropySection, KLSection
+from moerl.errors import CheckpointError, ConfigError, DataError
 from moerl.metrics import to_floats
 
 TOKEN_MEAN = {"name": "token_mean"}
@@ -320,3 +323,62 @@ def test_adaptive_coefficients_reach_the_loss(batch_v):
 def test_wrong_arguments(batch_v, values, words):
     with pytest.raises(ConfigError, match=words):
         batch_v.objective({**CLIPPED, **values})
+
+
+def test_the_plain_choices_are_what_their_names_say(batch_v):
+    x = batch_v.inputs(batch_v.now, aggregation=TOKEN_MEAN)
+    one, cfg = token_weights.resolve({"name": "one"})
+    assert (one.target(x, cfg) == 1).all()
+    gradient, cfg = objectives.resolve({"name": "policy_gradient"})
+    assert not gradient.traits["replaces"]
+    torch.testing.assert_close(gradient.target(x, cfg).loss, -x.advantages * x.logprobs)
+
+
+def test_whitening_nothing_and_equal_values():
+    plugin, cfg = advantage_posts.resolve({"name": "whiten_tokens"})
+    assert len(plugin.target(torch.zeros(0, dtype=torch.float64), cfg)) == 0
+    assert (plugin.target(torch.full((3,), 0.5, dtype=torch.float64), cfg) == 0).all()
+    sample, cfg = advantage_posts.resolve({"name": "whiten_tokens", "ddof": 1})
+    values = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    torch.testing.assert_close(sample.target(values, cfg), (values - values.mean()) / (values.std() + 1e-8))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "wanted"),
+    [
+        ((0.2, 0.9, 0.4, 0.9), [-1, 1, 0, 0]),
+        ((0.0, 0.0, 1.0, 1.0), [-1, 0, 1, 0]),
+        ((0.5, 0.5, 0.5, 0.5), [0, 0, 0, 0]),
+        ((math.nan, 0.1, 0.3, math.nan), [0, -1, 1, 0]),
+    ],
+)
+def test_best_and_worst_are_the_first_of_those_that_tie(rewards, wanted):
+    rows = torch.tensor([*rewards, 7.0], dtype=torch.float64).unsqueeze(1)
+    groups = torch.tensor([0, 0, 0, 0, 1])
+    ones, zeros = torch.ones(1, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    section = AdvantageSection(center="none", scale="none", transform={"name": "best_worst"})
+    found, _ = group_advantages(section, CreditInputs(rows, ones, groups, groups, ("p",) * 5, zeros))
+    assert found.tolist() == [*wanted, 0]
+
+
+def test_coefficients_without_a_target_hold_and_a_damaged_memory_is_refused():
+    held = Coefficients.start(KLSection(coefficient=0.1), EntropySection(coefficient=0.2))
+    held.adapt_entropy(9.0, EntropySection())
+    assert (held.kl, held.applied_entropy) == (0.1, 0.2)
+    with pytest.raises(CheckpointError, match="lacks 'kl'"):
+        held.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"kl": {"target": 0.0}}, "algorithm.kl.target is 0.0"),
+        ({"entropy": {"target": math.inf}}, "algorithm.entropy.target is inf"),
+        ({"positive_nll": {"threshold": math.nan}}, "algorithm.positive_nll.threshold is nan"),
+        ({"positive_nll": {"coefficient": -1.0}}, "algorithm.positive_nll.coefficient is -1.0"),
+        ({"entropy": {"step": math.inf}}, "algorithm.entropy.step is inf"),
+    ],
+)
+def test_numbers_out_of_bounds(values, words):
+    (error,) = value_errors(values)
+    assert error.startswith(words)
