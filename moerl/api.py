@@ -50,7 +50,6 @@ anything narrower than float32 is widened. `docs/algorithms.md` has the source a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -59,16 +58,17 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.advantage.credit import group_advantages
-from moerl.algorithms.aggregation import sequence_weights
-from moerl.algorithms.objective import CORRECTION_MEAN, Objective, build_objective
+from moerl.algorithms.objective import Objective, build_objective
 from moerl.algorithms.presets import PRESETS
-from moerl.algorithms.types import CreditInputs, LossInputs
+from moerl.algorithms.types import PER_SEQUENCE_FIELDS, CreditInputs, LossInputs
+from moerl.api_credit import BatchCredit
+from moerl.build_credit import credit_state
 from moerl.config.load import config_from_dict
 from moerl.config.schema import AlgorithmSection
 from moerl.data.token_batch import TensorFields, TokenBatch
 from moerl.errors import ConfigError, DataError
-from moerl.metrics import Metrics, merge_into, to_floats
-from moerl.types import TokenWeights
+from moerl.metrics import merge_into, to_floats
+from moerl.types import MicroBatch
 
 BUDGET_KEY = "${rollout.max_new_tokens}"
 
@@ -101,6 +101,8 @@ class Method:
     """A policy-optimisation method: credit of groups, aggregation, objective. Made by `objective`; call it on tensors.
 
     Filters, shaping, refills and routing act where answers are sampled; they are in `section`, and not applied here.
+    KL and entropy in the reward, GAE, whitening over tokens and rejected answers that leave the batch are applied; of a
+    schedule of several updates the whole is one. A critic's own loss is `moerl.algorithms.values.value_loss`.
     """
 
     section: AlgorithmSection
@@ -111,7 +113,8 @@ class Method:
     def needs(self) -> tuple[str, ...]:
         """Names of the per-token fields that the method reads beside `logprobs` and `mask`, sorted."""
         rollout = {"rollout_logprobs"} if self.objective.reads_rollout_logprobs else set()
-        return tuple(sorted(self.objective.needs | rollout))
+        credit = BatchCredit(self.section, self.objective).needs
+        return tuple(sorted(self.objective.needs | rollout | credit))
 
     def __call__(self, **fields: Unpack[TensorFields]) -> Evaluation:
         """Evaluate on tensors; `moerl.data.token_batch.TensorFields` says name, shape and unit of each.
@@ -125,12 +128,11 @@ class Method:
 
     def evaluate(self, batch: TokenBatch) -> Evaluation:
         """Evaluate on a batch that was read from a file. Raises `DataError` as a call does."""
-        advantages, credit_metrics = self._token_advantages(batch)
-        inputs = self._inputs(batch, advantages)
-        if CORRECTION_MEAN in self.objective.needs_constants:
-            mean = self.objective.correction_mean(inputs).value()
-            inputs = dataclasses.replace(inputs, constants={CORRECTION_MEAN: 1.0 if mean is None else mean})
-        losses, metrics = self.objective.token_losses(inputs)
+        self._check_columns(batch)
+        micro, metrics = BatchCredit(self.section, self.objective)(batch)
+        self._check_constant(micro)
+        inputs = self._inputs(batch, micro)
+        losses, found = self.objective.token_losses(inputs)
         loss = losses.sum()
         source = batch.logprobs if batch.source is None else batch.source
         return Evaluation(
@@ -138,7 +140,7 @@ class Method:
             gradient=torch.autograd.grad(loss, source, retain_graph=True)[0],
             token_loss=batch.as_given(losses.detach()),
             advantages=batch.as_given(inputs.advantages),
-            metrics=to_floats(merge_into(dict(credit_metrics), metrics)),
+            metrics=to_floats(merge_into(metrics, found)),
             batch=batch,
         )
 
@@ -164,29 +166,22 @@ class Method:
             lengths=torch.ones(len(table), dtype=torch.int64) if lengths is None else lengths,
             prompt_ids=tuple(str(label) for label in group_ids.tolist()),
             shaping=torch.zeros(len(table), dtype=torch.float64),
+            state=credit_state(self.section),
         )
         values, metrics = group_advantages(self.section.advantage, inputs)
         return values, to_floats(metrics)
 
-    def _token_advantages(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        if batch.advantages is not None:
-            self._check_constant(batch, batch.advantages)
-            return batch.advantages, {}
-        if batch.rewards is None:
-            raise DataError("neither advantages nor rewards were given; give one of them")
-        rule = self.section.advantage
-        if batch.group_ids is None and (rule.center.startswith("group") or rule.scale.startswith("group")):
-            raise DataError(
-                f"the advantage ({rule.center}, {rule.scale}) is made within groups; give group_ids [n], or advantages"
-            )
-        groups = torch.arange(batch.num_seqs) if batch.group_ids is None else batch.group_ids
-        values, _ = self.advantages(batch.rewards, groups, lengths=batch.lengths)
-        return values[batch.seq_ids].to(_wide(batch.logprobs)), {}
+    def _check_columns(self, batch: TokenBatch) -> None:
+        stand_ins = {"old_entropy": "entropy", "old_values": "values"}
+        for name in self.needs:
+            has = name in batch.columns or stand_ins.get(name) in batch.columns
+            if not has and name not in ("old_logprobs", *PER_SEQUENCE_FIELDS):
+                raise DataError(f"the method reads {name}, which was not given; give it per token, like logprobs")
 
-    def _check_constant(self, batch: TokenBatch, advantages: Tensor) -> None:
-        if not self.objective.constant_advantage or not batch.mask.any():
+    def _check_constant(self, micro: MicroBatch) -> None:
+        if not self.objective.constant_advantage or not micro.mask.any():
             return
-        seen, at = advantages[batch.mask], batch.seq_ids[batch.mask]
+        seen, at = micro.advantages[micro.mask], micro.seq_ids[micro.mask]
         varies = (at.diff() == 0) & (seen.diff() != 0)
         if varies.any():
             raise DataError(
@@ -194,32 +189,22 @@ class Method:
                 f"{int(at[1:][varies][0])} differ between tokens; give one per sequence, or use level seq_geo_token"
             )
 
-    def _inputs(self, batch: TokenBatch, advantages: Tensor) -> LossInputs:
-        dtype = _wide(batch.logprobs)
-        current = batch.logprobs.detach()
-        columns = dict(batch.columns)
-        columns.setdefault("old_logprobs", current)
-        for name in self.needs:
-            if name in ("group_ids", "rewards"):
-                continue
-            if name not in columns:
-                raise DataError(f"the method reads {name}, which was not given; give it per token, like logprobs")
-        groups = torch.arange(batch.num_seqs) if batch.group_ids is None else batch.group_ids
-        shares = sequence_weights(self.section.aggregation, batch.lengths, groups)[batch.seq_ids].to(dtype)
-        optional = {name: columns[name] for name in self.objective.needs if name in columns}
-        if "group_ids" in self.objective.needs:
-            optional["group_ids"] = groups
-        if "rewards" in self.objective.needs and batch.rewards is not None:
-            optional["rewards"] = batch.rewards.sum(1)
+    def _inputs(self, batch: TokenBatch, micro: MicroBatch) -> LossInputs:
+        columns = {"old_logprobs": batch.logprobs.detach(), **batch.columns}
+        for name, stand_in in (("old_entropy", "entropy"), ("old_values", "values")):
+            if name not in columns and stand_in in columns:
+                columns[name] = columns[stand_in].detach()
+        columns |= {"group_ids": micro.group_ids, "rewards": micro.rewards}
         return LossInputs(
             logprobs=batch.logprobs,
-            rollout_logprobs=columns.get("rollout_logprobs", current),
-            advantages=advantages.to(dtype),
-            mask=batch.mask,
-            weights=TokenWeights.shared(shares),
+            rollout_logprobs=columns.get("rollout_logprobs", batch.logprobs.detach()),
+            advantages=micro.advantages,
+            mask=micro.mask,
+            weights=micro.weights,
             seq_ids=batch.seq_ids,
             num_seqs=batch.num_seqs,
-            optional=optional,
+            constants=micro.constants,
+            optional={name: columns[name] for name in self.objective.needs},
         )
 
 
@@ -283,7 +268,3 @@ def _reads_budget(preset: str | None, axes: Mapping[str, Any], overrides: Sequen
     if given is None:
         given = PRESETS[preset].values.get("aggregation", {}) if preset else {}
     return isinstance(given, Mapping) and given.get("tokens") == BUDGET_KEY
-
-
-def _wide(logprobs: Tensor) -> torch.dtype:
-    return torch.promote_types(logprobs.dtype, torch.float32)

@@ -25,6 +25,10 @@ COLUMNS = (
     "values",
     "old_values",
     "returns",
+    "old_entropy",
+    "teacher_logprobs",
+    "topk_logprobs",
+    "rollout_topk",
     "token_ids",
 )
 """What may be known of every token beside its log-probability."""
@@ -57,6 +61,14 @@ class TensorFields(TypedDict, total=False):
     """Per token: the critic at the start of the step."""
     returns: Tensor
     """Per token: what the values are fitted to."""
+    old_entropy: Tensor
+    """Per token, nats: at the start of the step. Absent: `entropy`."""
+    teacher_logprobs: Tensor
+    """Per token: a teacher (distillation)."""
+    topk_logprobs: Tensor
+    """Per token, [..., k + 1]: the current policy on the rollout's k likeliest tokens and the sampled one."""
+    rollout_topk: Tensor
+    """Per token, [..., k + 1]: the rollout policy on the same; -inf in both where the sampled one is among the k."""
     token_ids: Tensor
     """Per token, int: only shown."""
     advantages: Tensor
@@ -118,6 +130,11 @@ class TokenBatch:
     def lengths(self) -> Tensor:
         """[n] int64: tokens with mask True."""
         return torch.bincount(self.seq_ids[self.mask], minlength=self.num_seqs)
+
+    @property
+    def groups(self) -> Tensor:
+        """[n] int64: the labels given, or each sequence for itself."""
+        return torch.arange(self.num_seqs) if self.group_ids is None else self.group_ids
 
     def as_given(self, values: Tensor) -> Tensor:
         """[t] values in the layout of the input: themselves, or [b, s] with 0 outside the mask."""
@@ -263,7 +280,8 @@ def _bool_mask(mask: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _column(name: str, values: Tensor, source: Tensor) -> Tensor:
-    if values.shape != source.shape:
+    wanted = source.dim() + (name in ("topk_logprobs", "rollout_topk"))
+    if values.dim() != wanted or values.shape[: source.dim()] != source.shape:
         raise DataError(f"{name} has shape {list(values.shape)}, but must be {list(source.shape)} like logprobs")
     return values
 

@@ -18,6 +18,7 @@ are of the fastest repetitions, which a busy machine disturbs least.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -135,17 +136,13 @@ def main() -> int:
     sides = {side: python for side, python in pythons.items() if not absent[side]}
     rows: list[Row] = []
     for threads in args.threads:
-        for size in args.sizes:
-            for layout in args.layouts:
-                for side, python in sides.items():
-                    rows += run_side(python, side, threads, args, layout, size)
+        for size, layout, (side, python) in itertools.product(args.sizes, args.layouts, sides.items()):
+            rows += run_side(python, side, threads, args, layout, size)
         print(f"\n{table(rows, threads)}")
-    for layout in args.layouts:
-        for size in args.sizes:
-            counts = lengths(2**size, layout)
-            print(
-                f"2^{size} {layout}: {len(counts)} sequences, {len(counts) * max(counts) / 2**size:.1f} slots a token"
-            )
+    for layout, size in itertools.product(args.layouts, args.sizes):
+        counts = lengths(2**size, layout)
+        slots = len(counts) * max(counts) / 2**size
+        print(f"2^{size} {layout}: {len(counts)} sequences, {slots:.1f} slots a token")
     for line in disagreements(rows):
         print(f"gradients differ: {line}")
     if args.json:
