@@ -4,8 +4,8 @@ python tools/bench/demo.py
 python tools/bench/demo.py --steps 20 --threads 1 --trl-python /path/to/venv/bin/python
 
 The first row is a real `moerl train` in a process of its own, without evaluation and checkpoints: megatron-core
-learner, routes recorded, all metrics. The named baseline runs in the same call on the same model folder, prompts and batch:
-`generate` of transformers for all answers, one scoring forward, minibatches of forward, backward and Adam
+learner, routes recorded, all metrics. The named baseline runs in the same call on the same model folder, prompts and
+batch sizes: `generate` of transformers for all answers, one scoring forward, minibatches of forward, backward and Adam
 (tools/bench/demo_plain.py). TRL's GRPOTrainer runs too where `--trl-python` has it. The first step of each is left out.
 """
 
@@ -69,18 +69,13 @@ def script_steps(script: str, python: str, args: argparse.Namespace) -> Steps:
     base = yaml.safe_load((ROOT / "configs/demo/base.yaml").read_text())
     command = [python, str(HERE / script), "--steps", str(args.steps + 1), "--threads", str(args.threads)]
     command += ["--model", base["model"]["path"], "--data", base["data"]["train"][0]["source"]["path"]]
-    command += [
-        "--prompts",
-        str(base["rollout"]["prompts_per_step"]),
-        "--group-size",
-        str(base["rollout"]["group_size"]),
-    ]
+    rollout = base["rollout"]
+    command += ["--prompts", str(rollout["prompts_per_step"]), "--group-size", str(rollout["group_size"])]
     command += ["--minibatches", str(base["batch"]["num_minibatches"])]
-    command += ["--max-new-tokens", str(base["rollout"]["max_new_tokens"]), "--lr", str(base["optim"]["lr"])]
-    lines = [json.loads(line) for line in run(command, args.threads).splitlines() if line.startswith("{")]
-    return [{key.removesuffix("_seconds"): value for key, value in line.items()} for line in lines if "tokens" in line][
-        1:
-    ]
+    command += ["--max-new-tokens", str(rollout["max_new_tokens"]), "--lr", str(base["optim"]["lr"])]
+    lines = [json.loads(line) for line in run(command, args.threads).splitlines() if line.startswith('{"')]
+    steps = [line for line in lines if "tokens" in line][1:]
+    return [{key.removesuffix("_seconds"): value for key, value in step.items()} for step in steps]
 
 
 def figures(steps: Steps) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""The demo's step written with transformers alone: the named baseline of tools/bench/demo.py. Prints one JSON line a step.
+"""The demo's step with transformers alone: the baseline of tools/bench/demo.py. Prints one JSON line a step.
 
 `generate` for all answers, an exact match for the reward, a forward for the old logprobs, then minibatches of forward,
 backward, clipping and Adam with GRPO's clipped ratio: padded tensors, the experts as transformers runs them by default.

@@ -1,6 +1,6 @@
 """The demo's step by TRL's GRPOTrainer, for tools/bench/demo.py. Prints one JSON line a step; needs trl and datasets.
 
-"rollout" is TRL's generating and scoring, one recompute of the old logprobs included (its `score` cannot be told apart);
+"rollout" is TRL's generating and scoring, one recompute of the old logprobs included (`score` cannot be told apart);
 "update" is forward and backward; the rest of a step is clipping, Adam, loader and logging.
 """
 
