@@ -1,8 +1,10 @@
 """The training loop; the first file to read. Synchronous and asynchronous training are the same loop.
 
-    Prompt --rollout--> RolloutGroup --credit--> Sample --pack--> StepBatch --score, token_credit-->
-      ^                                                              StepBatch --update--> Metrics
-      +------------------------ publish: weights, version + 1 <---------------------+
+    Prompt --rollout--> RolloutGroup --credit--> Sample --pack--> StepBatch --score--> StepBatch --update--> Metrics
+      ^                                                                 (+ token_credit)              |
+      +------------------------------ publish: weights, version + 1 <---------------------------------+
+
+Every arrow is one call of `_train_step`.
 """
 
 from __future__ import annotations
