@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,10 @@ class MethodRow:
     """What it reads beside log-probabilities and rewards, and what it asks of the rest of the configuration."""
 
 
-def method_rows() -> list[MethodRow]:
+@functools.cache
+def method_rows() -> tuple[MethodRow, ...]:
     """Every preset, in the order of the table."""
-    return [_row(name) for name in PRESETS]
+    return tuple(_row(name) for name in PRESETS)
 
 
 def markdown_table(rows: Sequence[MethodRow]) -> str:
