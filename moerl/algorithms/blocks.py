@@ -27,8 +27,8 @@ _WITH_GRADIENT = ("entropy", "values")
 
 
 def is_worth_cutting(x: LossInputs) -> bool:
-    """On a CPU, and more than a block long; a GPU is fastest with the whole at once."""
-    return x.logprobs.device.type == "cpu" and len(x.logprobs) > BLOCK_TOKENS
+    """More than a block long."""
+    return len(x.logprobs) > BLOCK_TOKENS
 
 
 def evaluate_in_blocks(evaluate: Evaluate, x: LossInputs) -> tuple[Tensor, Metrics]:

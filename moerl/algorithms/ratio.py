@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moerl.algorithms.segments import masked_seq_mean, masked_seq_sum
+from moerl.algorithms.segments import answers_at_once, masked_seq_mean, masked_seq_sum
 from moerl.algorithms.types import LossInputs
 
 LOG_RATIO_LIMIT = 20.0
@@ -29,7 +29,7 @@ class RatioLevel:
 
 def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     """Clamp before exp: the value is that of the limit, the gradient beyond it is 0."""
-    if log_ratio.device.type == "cpu" and log_ratio.numel():
+    if answers_at_once(log_ratio) and log_ratio.numel():
         low, high = log_ratio.detach().aminmax()
         if low >= -LOG_RATIO_LIMIT and high <= LOG_RATIO_LIMIT:  # not so for NaN
             return log_ratio

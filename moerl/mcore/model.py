@@ -251,8 +251,7 @@ def _build_chunk(
             use_cpu_initialization=True,
             cp_group=model.pg_collection.cp,
         )
-    if torch.cuda.is_available():
-        model.cuda(torch.cuda.current_device())
+    model.cuda(torch.cuda.current_device())
     model.routes = RouteController(model, moe_layers=source.moe_layers, parallel=parallel)
     return Float16Module(config, model) if config.bf16 else model
 
