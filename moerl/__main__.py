@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments[1:])  # `key=value` may stand after an option
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", module=r"megatron\.")  # absent GPU libraries and deprecations of its own
-    for noisy in ("megatron", "torch.distributed", "httpx", "antlr4"):
+    for noisy in ("megatron", "torch.utils.cpp_extension", "torch.distributed", "httpx", "antlr4"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     return _run(command.run, args)
 
