@@ -104,7 +104,9 @@ class ChatTokenizer:
     def _encode(self, text: str, source: str, **options: Any) -> list[int]:
         try:
             return self._tokenizer.encode(text, **options)
-        except Exception as error:  # tokenizers raises the bare class where a word has no token
+        except Exception as error:
+            if type(error) is not Exception:  # the tokenizers library has no class of its own for text without a token
+                raise
             raise DataError(
                 f"{source}: the tokenizer of {self.folder} cannot encode {text[:60]!r} ({error})"
             ) from error
