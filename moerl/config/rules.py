@@ -68,8 +68,8 @@ def dropout(cfg: RunConfig) -> Iterator[str]:
         if value > 0 and cfg.algorithm.level != "none":
             yield (
                 f"model.{name}_dropout is {value} with algorithm.level={cfg.algorithm.level}: a ratio compares two "
-                f"passes, which "
-                "dropout would make differ; set it to 0 (dropout is for supervised training, algorithm.level=none)"
+                "passes, which dropout would make differ; set it to 0 (dropout is for supervised training, "
+                "algorithm.level=none)"
             )
 
 
@@ -82,22 +82,20 @@ def parallel_axes(cfg: RunConfig, world_size: int) -> Iterator[str]:
     if model > 0 and world_size % model:
         yield (
             f"parallel.tensor x parallel.pipeline x parallel.context = {axes.tensor} x {axes.pipeline} x "
-            f"{axes.context} = {model} "
-            f"must divide the world size, {world_size}; this version trains in one process, so set all three to 1"
+            f"{axes.context} = {model} must divide the world size, {world_size}; this version trains in one process, "
+            "so set all three to 1"
         )
     experts = axes.expert * axes.expert_tensor * axes.pipeline
     if experts > 0 and world_size % experts:
         yield (
             f"parallel.expert x parallel.expert_tensor x parallel.pipeline = {axes.expert} x {axes.expert_tensor} x "
             f"{axes.pipeline} = {experts} must divide the world size, {world_size}; this version trains in one "
-            f"process, "
-            "so set all three to 1"
+            "process, so set all three to 1"
         )
     if axes.virtual_pipeline is not None and axes.pipeline == 1:
         yield (
             f"parallel.virtual_pipeline is {axes.virtual_pipeline} with parallel.pipeline=1, but it splits a "
-            f"pipeline's stages: "
-            "set it to null"
+            "pipeline's stages: set it to null"
         )
 
 
@@ -110,9 +108,8 @@ def fp8(cfg: RunConfig) -> Iterator[str]:
         yield f"precision.fp8={recipe} needs precision.params=bf16, but that is {cfg.precision.params}"
     if importlib.util.find_spec("transformer_engine") is None:
         yield (
-            f"precision.fp8={recipe} needs transformer_engine, which is not installed here: set precision.fp8=none, "
-            f"or install it "
-            "on a machine with a GPU (see CONTRIBUTING.md)"
+            f"precision.fp8={recipe} needs transformer_engine, which is not installed here: set precision.fp8=none, or "
+            "install it on a machine with a GPU (see CONTRIBUTING.md)"
         )
     else:
         yield f"precision.fp8={recipe}: this version trains in fp32 or bf16; set precision.fp8=none"
@@ -151,8 +148,7 @@ def temperature(cfg: RunConfig) -> Iterator[str]:
     if not (math.isfinite(value) and value > 0):
         yield (
             f"rollout.temperature is {value!r}, but training needs a finite number above 0, as log-probabilities are "
-            f"taken at the "
-            "sampling temperature (greedy answers belong to the evaluation, which always measures them)"
+            "taken at the sampling temperature (greedy answers belong to the evaluation, which always measures them)"
         )
 
 
@@ -175,9 +171,8 @@ def group_size(cfg: RunConfig) -> Iterator[str]:
     if cfg.rollout.group_size == 1 and group_statistics and advantage.singleton == "zero":
         yield (
             f"rollout.group_size is 1 with algorithm.advantage.{{center, scale}} = {advantage.center}, "
-            f"{advantage.scale}: every "
-            "advantage would be 0; take at least 2, or algorithm.advantage.singleton=raw, or center=batch_mean with "
-            "scale=none"
+            f"{advantage.scale}: every advantage would be 0; take at least 2, or algorithm.advantage.singleton=raw, or "
+            "center=batch_mean with scale=none"
         )
 
 
@@ -206,8 +201,7 @@ def microbatch_tokens(cfg: RunConfig) -> Iterator[str]:
     if cfg.batch.max_tokens_per_microbatch < longest:
         yield (
             f"batch.max_tokens_per_microbatch is {cfg.batch.max_tokens_per_microbatch}, but must hold the longest "
-            f"sequence: "
-            f"data.max_prompt_tokens + rollout.max_new_tokens = {cfg.data.max_prompt_tokens} + "
+            f"sequence: data.max_prompt_tokens + rollout.max_new_tokens = {cfg.data.max_prompt_tokens} + "
             f"{cfg.rollout.max_new_tokens} = {longest}"
         )
 
@@ -225,9 +219,8 @@ def supervised(cfg: RunConfig) -> Iterator[str]:
         return
     if algorithm.level != "none":
         yield (
-            f"rollout.engine=dataset has no sampling policy to take a ratio to, but algorithm.level is "
-            f"{algorithm.level}: set "
-            "algorithm.preset=sft"
+            "rollout.engine=dataset has no sampling policy to take a ratio to, but algorithm.level is "
+            f"{algorithm.level}: set algorithm.preset=sft"
         )
     if algorithm.routing in {"R2", "R3"}:
         yield f"rollout.engine=dataset records no routes, but algorithm.routing is {algorithm.routing}: set it to none"
@@ -287,19 +280,42 @@ def schedule(cfg: RunConfig) -> Iterator[str]:
         name = "run.num_steps" if optim.decay_steps is None else "optim.decay_steps"
         yield (
             f"optim.warmup_steps={optim.warmup_steps} and optim.constant_steps={optim.constant_steps} start the "
-            f"{optim.schedule} "
-            f"decay at step {start}, but it ends at {name}={end}; make the end later, or optim.schedule=constant"
+            f"{optim.schedule} decay at step {start}, but it ends at {name}={end}; make the end later, or "
+            "optim.schedule=constant"
         )
 
 
 def pass_at(cfg: RunConfig) -> Iterator[str]:
-    """pass@k needs k samples."""
-    wrong = [k for k in cfg.evaluation.pass_at if not 1 <= k <= cfg.evaluation.num_samples]
-    if wrong:
+    """pass@k, maj@k and best-of-k need k samples."""
+    section = cfg.evaluation
+    for name, ks in (("pass_at", section.pass_at), ("maj_at", section.maj_at), ("best_of", section.best_of)):
+        wrong = [k for k in ks if not 1 <= k <= section.num_samples]
+        if wrong:
+            yield (
+                f"evaluation.{name} holds {wrong}, but each k must be between 1 and evaluation.num_samples, "
+                f"{section.num_samples}"
+            )
+
+
+def refilter(cfg: RunConfig) -> Iterator[str]:
+    """A band, and answers that can be right or wrong."""
+    section = cfg.data.refilter
+    if section.low > section.high:
+        yield f"data.refilter.low is {section.low}, but must be at most data.refilter.high, {section.high}"
+    if section.every_steps and cfg.rollout.engine.get("name") == "dataset":
         yield (
-            f"evaluation.pass_at holds {wrong}, but each k must be between 1 and evaluation.num_samples, "
-            f"{cfg.evaluation.num_samples}"
+            f"data.refilter.every_steps is {section.every_steps} with rollout.engine=dataset, whose completions "
+            "have no pass rate: set it to 0"
         )
+
+
+def text_metrics(cfg: RunConfig) -> Iterator[str]:
+    """Sizes of n-grams, and words that are there."""
+    wrong = [n for n in cfg.telemetry.ngrams if n < 1]
+    if wrong:
+        yield f"telemetry.ngrams holds {wrong}, but each n must be at least 1"
+    if any(not word.strip() for word in cfg.telemetry.reflection_words):
+        yield f"telemetry.reflection_words is {cfg.telemetry.reflection_words!r}, but a word must not be empty"
 
 
 def files(cfg: RunConfig) -> Iterator[str]:
@@ -316,8 +332,7 @@ def _model_files(cfg: RunConfig) -> Iterator[str]:
     if not folder.is_dir():
         yield (
             f"model.path is {cfg.model.path}, but there is no such folder under {Path.cwd()}; it must be a local "
-            f"Hugging Face folder "
-            "(nothing is downloaded at run time)"
+            "Hugging Face folder (nothing is downloaded at run time)"
         )
         return
     if not (folder / "config.json").is_file():
@@ -325,8 +340,7 @@ def _model_files(cfg: RunConfig) -> Iterator[str]:
     if cfg.model.init == "weights" and not any(folder.glob("*.safetensors")):
         yield (
             f"model.path is {cfg.model.path}, but that folder has no *.safetensors file; add the weights, or set "
-            f"model.init=random "
-            "to start from fresh ones"
+            "model.init=random to start from fresh ones"
         )
 
 
@@ -354,6 +368,8 @@ RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     critic,
     minibatches,
     microbatch_tokens,
+    refilter,
     pass_at,
+    text_metrics,
 )
 """In the order of the schema."""

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from moerl.config.models import CriticSection, ReferenceSection, TeacherSection
+from moerl.config.records import TelemetrySection
 
 
 def plugin(kind: str, name: str | None = None, **arguments: Any) -> Any:
@@ -100,6 +101,20 @@ class DatasetConfig:
 
 
 @dataclass
+class RefilterSection:
+    """Prompts to leave out for being too hard or too easy, decided anew every so many steps from their pass rates."""
+
+    every_steps: int = 0
+    """At the start of every step that is a multiple of it; 0 is off. Between, the choice stands."""
+    low: float = 0.05
+    """Prompts whose pass rate since the last time (or, where they were not sampled, at it) is below are left out."""
+    high: float = 0.95
+    """And those above."""
+    return_after: int | None = None
+    """After so many times a prompt that was left out is sampled again; null never."""
+
+
+@dataclass
 class DataSection:
     """Prompts to train on."""
 
@@ -114,6 +129,7 @@ class DataSection:
     template."""
     check_disjoint: bool = True
     """Refuse to start when a held-out prompt is also a training prompt."""
+    refilter: RefilterSection = field(default_factory=RefilterSection)
 
 
 @dataclass
@@ -344,35 +360,11 @@ class EvaluationSection:
     temperature: float = 1.0
     pass_at: list[int] = field(default_factory=lambda: [1])
     """The k of pass@k, each at most `num_samples`."""
-
-
-@dataclass
-class WandbSection:
-    """Optional wandb sink."""
-
-    enabled: bool = False
-    project: str = "moerl"
-    entity: str | None = None
-    mode: str = "offline"
-    """`offline` or `online`."""
-
-
-@dataclass
-class TelemetrySection:
-    """What is written down."""
-
-    progress: str = "auto"
-    """`auto` (live display on a terminal, plain lines elsewhere), `live`, `plain` or `off`."""
-    samples_per_step: int = 4
-    """Rollouts written to samples.jsonl each step."""
-    probe_prompts: int = 8
-    """Held-out prompts whose answers at step 0 are the fixed probe of route drift (`route_probe/*`, `route_long/*`); 0
-    is off."""
-    dump_batches: bool = False
-    """Write every step's batch to `<run>/batches/`, for inspect_batch and replay_step."""
-    report: bool = True
-    """Write report.html."""
-    wandb: WandbSection = field(default_factory=WandbSection)
+    maj_at: list[int] = field(default_factory=list)
+    """The k of maj@k, the accuracy of a majority vote, each at most `num_samples`."""
+    best_of: list[int] = field(default_factory=list)
+    """The k of best-of-k: the accuracy of the best of k answers by reward and by logprob, each at most
+    `num_samples`."""
 
 
 @dataclass
