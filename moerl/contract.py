@@ -1,8 +1,8 @@
 """The step-0 contract: before anything has moved, trainer and engine must agree. Checked in every run and reported.
 
 At the first minibatch of a run's first step the weights are those that generated the data. So the ratio to the old
-policy is 1, its KL 0 and no clip binds; and in fp32 the trainer's logprobs equal the engine's to 1e-5 (a single token's
-to 1e-4) and every route on which they differ was a near tie.
+policy is 1, its KL 0 and no clip binds; and in fp32 the trainer's logprobs equal the engine's to 1e-5 (on the mean and
+for 99 % of the tokens; 1e-4 for every token) and every route on which they differ was a near tie.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moerl.algorithms.mismatch_metrics import FP32_LOGPROB_TOLERANCE
 from moerl.errors import NumericsError
 
 logger = logging.getLogger(__name__)
 
-LOGPROB_TOLERANCE = 1e-5
+LARGEST_FRACTION_BEYOND = 0.01
+"""Share of tokens that may be further apart than `FP32_LOGPROB_TOLERANCE`."""
 LARGEST_TOLERANCE = 1e-4
-"""Of one token: the largest rounding error grows with the number of tokens and the size of their logits (1.6e-5 was
-seen among 12,000 tokens whose mean is 3e-7), while a real disagreement is a thousand times that."""
+"""Of every token. A float32 forward of the demo's policy is itself up to 4.3e-5 off the float64 one at its worst token
+of 12,000 (0.1 % are off by more than 9e-6, the mean is 4e-7); a real disagreement is a thousand times that."""
 MARGIN_TOLERANCE = 1e-5
 EXPECTED_BAND = {"bf16": 0.1, "int8": 0.5, "fp8": 2.0, "int4": 10.0}
 """Largest |trainer - engine| logprob difference expected of a lower precision; beyond it, a warning."""
@@ -44,10 +46,15 @@ class StepZeroContract:
         """
         problems = []
         checks = (
-            ("mm/logp_abs_mean", LOGPROB_TOLERANCE, "the trainer's logprobs differ from the engine's"),
+            ("mm/logp_abs_mean", FP32_LOGPROB_TOLERANCE, "the trainer's logprobs differ from the engine's"),
+            (
+                "contract/logp_beyond_fraction",
+                LARGEST_FRACTION_BEYOND,
+                f"too many of the trainer's logprobs are further than {FP32_LOGPROB_TOLERANCE:g} from the engine's",
+            ),
             ("mm/logp_abs_max", LARGEST_TOLERANCE, "the trainer's logprobs differ from the engine's at some token"),
             ("route/max_margin_of_changed", MARGIN_TOLERANCE, "routes differ that were no near tie"),
-            ("contract/ratio_deviation", LOGPROB_TOLERANCE, "the first minibatch's ratio is not 1"),
+            ("contract/ratio_deviation", FP32_LOGPROB_TOLERANCE, "the first minibatch's ratio is not 1"),
             ("contract/clip_fraction", 0.0, "a clip binds in the first minibatch"),
         )
         for name, limit, meaning in checks:

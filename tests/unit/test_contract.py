@@ -7,11 +7,19 @@ import math
 
 import pytest
 
-from moerl.contract import EXPECTED_BAND, LARGEST_TOLERANCE, LOGPROB_TOLERANCE, MARGIN_TOLERANCE, StepZeroContract
+from moerl.algorithms.mismatch_metrics import FP32_LOGPROB_TOLERANCE as LOGPROB_TOLERANCE
+from moerl.contract import (
+    EXPECTED_BAND,
+    LARGEST_FRACTION_BEYOND,
+    LARGEST_TOLERANCE,
+    MARGIN_TOLERANCE,
+    StepZeroContract,
+)
 from moerl.errors import NumericsError
 
 AGREES = {
     "mm/logp_abs_mean": 0.9 * LOGPROB_TOLERANCE,
+    "contract/logp_beyond_fraction": 0.9 * LARGEST_FRACTION_BEYOND,
     "mm/logp_abs_max": 0.9 * LARGEST_TOLERANCE,
     "route/max_margin_of_changed": 0.9 * MARGIN_TOLERANCE,
     "contract/ratio_deviation": 0.9 * LOGPROB_TOLERANCE,
@@ -20,6 +28,11 @@ AGREES = {
 }
 BREAKS = [
     ("mm/logp_abs_mean", 1.1 * LOGPROB_TOLERANCE, "the trainer's logprobs differ from the engine's"),
+    (
+        "contract/logp_beyond_fraction",
+        1.1 * LARGEST_FRACTION_BEYOND,
+        "too many of the trainer's logprobs are further than 1e-05 from the engine's",
+    ),
     ("mm/logp_abs_max", 1.1 * LARGEST_TOLERANCE, "the trainer's logprobs differ from the engine's at some token"),
     ("route/max_margin_of_changed", 1.1 * MARGIN_TOLERANCE, "routes differ that were no near tie"),
     ("contract/ratio_deviation", 1.1 * LOGPROB_TOLERANCE, "the first minibatch's ratio is not 1"),
