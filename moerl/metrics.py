@@ -93,9 +93,7 @@ class Min:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The most recent value; only for quantities every rank agrees on (a learning rate, a version, an exact
-    quantile).
-    """
+    """The most recent value; only for what every rank agrees on (a learning rate, a version, an exact quantile)."""
 
     last: Scalar
 

@@ -1,8 +1,8 @@
 """Credit that needs logprobs: between the score pass and the update, over the whole step and all ranks.
 
-KL and entropy in the reward, GAE on a critic's values, removal of rejected tokens, whitening over tokens, the
-constants of every minibatch, and the optimizer updates that a minibatch is made of. What ranks must know of one
-another travels in one exchange.
+KL and entropy in the reward, GAE on a critic's values, removal of rejected tokens, whitening over tokens, the constants
+of every minibatch, and the optimizer updates that a minibatch is made of. What ranks must know of one another travels
+in one exchange.
 """
 
 from __future__ import annotations

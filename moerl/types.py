@@ -54,9 +54,7 @@ class LocalArray:
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The tokens that top-p / top-k / min-p left in the running at each step; the learner normalises over the same
-    ones.
-    """
+    """The tokens that top-p / top-k / min-p left in the running at each step; the learner normalises over them too."""
 
     ids: np.ndarray
     """[m] int32: the allowed token ids of all steps, one step after the other."""
@@ -112,8 +110,8 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     routed_experts: ArrayRef | None = None
-    """[p + s - 1, l, k] uint8 (int16 above 256 experts), p the prompt's length: every forward that ran, last token has
-    none."""
+    """[p + s - 1, l, k] uint8 (int16 above 256 experts), p the prompt's length: every forward that ran; the last token
+    has none."""
     support: Support | None = None
     """[s] steps; None where the whole vocabulary was in the running."""
 
@@ -208,9 +206,7 @@ class PackPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenWeights:
-    """Each token's share of the objective over the whole minibatch; [t] float32 each. Terms share one tensor unless set
-    apart.
-    """
+    """Each token's share of the objective over the whole minibatch, by term; [t] float32, often one tensor for all."""
 
     policy: Tensor
     kl: Tensor
@@ -325,9 +321,7 @@ class WeightBucket:
 
 @dataclass(frozen=True, slots=True)
 class RouterStats:
-    """What the routers of one pass saw, for metrics; live (prediction-aligned) tokens only, index j the token
-    predicted.
-    """
+    """What the routers of one pass saw, for metrics; live tokens only, index j speaks of the token predicted."""
 
     own_routes: Tensor
     """[t, l, k] int64: the router's own top-k, whatever was replayed."""

@@ -38,8 +38,7 @@ class RunSection:
     output_dir: str = "runs"
     resume: str = "auto"
     """`auto`: go on from the last complete checkpoint where there is one; `required`: fail without one; `never`: start
-    anew,
-    an existing run folder is set aside, never deleted."""
+    anew, an existing run folder is set aside, never deleted."""
     num_threads: int = 1
     """torch's threads per process; two on a busy two-core machine are many times slower than one."""
 
@@ -125,8 +124,7 @@ class DataSection:
     """`skip` (and count) or `refuse` a prompt above the limit."""
     prompt_format: str = "auto"
     """`chat`: through the chat template; `plain`: as it is; `auto`: chat for `messages` rows and where the tokenizer
-    has a
-    template."""
+    has a template."""
     check_disjoint: bool = True
     """Refuse to start when a held-out prompt is also a training prompt."""
     refilter: RefilterSection = field(default_factory=RefilterSection)

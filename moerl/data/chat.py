@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moerl.data.rows import Row
-from moerl.errors import ConfigError, DataError
-
-PROMPT_FORMATS = ("auto", "chat", "plain")
+from moerl.data.templating import PromptTemplate
+from moerl.errors import DataError
 
 
 class ChatTokenizer:
@@ -59,29 +58,34 @@ class ChatTokenizer:
         """Whether the folder brings a chat template."""
         return bool(self._tokenizer.chat_template)
 
-    def encode_prompt(self, row: Row, prompt_format: str) -> np.ndarray:
-        """Token ids [s] int32 of the prompt, up to where the answer starts.
-
-        `chat`: through the template, with the generation prompt; a string is one user message. `plain`: the text as
-        it is, with the start token where the tokenizer adds one. `auto`: chat for `messages` rows and where there is
-        a template.
+    def encode_prompt(self, row: Row, template: PromptTemplate) -> np.ndarray:
+        """Token ids [s] int32 of the prompt in `template`, up to where the answer starts.
 
         Raises:
-            ConfigError: an unknown format.
-            DataError: messages without a template, or a template that refuses them.
+            DataError: the row does not fit the template, or the tokenizer has no tokens for its text.
         """
-        if prompt_format not in PROMPT_FORMATS:
-            raise ConfigError(f"data.prompt_format is {prompt_format!r}; allowed: {', '.join(PROMPT_FORMATS)}")
-        is_chat = prompt_format == "chat" or (prompt_format == "auto" and self.has_chat_template)
-        if isinstance(row.prompt, str) and not is_chat:
-            ids = self._encode(row.prompt, row.source)
-            while ids and ids[-1] == self.eos_token_id:  # some tokenizers close every text; the answer is still to come
-                ids.pop()
-        else:
-            ids = self._encode(self._apply_template(row, prompt_format), row.source, add_special_tokens=False)
+        prompt = template.render(row, self)
+        ids = self._encode(prompt.text, row.source, add_special_tokens=prompt.add_special_tokens)
+        while prompt.add_special_tokens and ids and ids[-1] == self.eos_token_id:
+            ids.pop()  # some tokenizers close every text; the answer is still to come
         if not ids:
             raise DataError(f"{row.source}: the prompt has no tokens")
         return np.asarray(ids, dtype=np.int32)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], source: str) -> str:
+        """Messages in the folder's chat template, with the generation prompt.
+
+        Raises:
+            DataError: the folder has no chat template, or it refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise DataError(f"{source}: needs a chat template and {self.folder} has none; use data.template=none")
+        from jinja2 import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise DataError(f"{source}: the chat template refuses the messages ({error})") from error
 
     def encode_completion(self, text: str) -> np.ndarray:
         """Token ids [s] int32 of `text`, with the end token after it (once)."""
@@ -110,21 +114,6 @@ class ChatTokenizer:
             raise DataError(
                 f"{source}: the tokenizer of {self.folder} cannot encode {text[:60]!r} ({error})"
             ) from error
-
-    def _apply_template(self, row: Row, prompt_format: str) -> str:
-        if prompt_format == "plain":
-            raise DataError(f"{row.source}: has messages, and data.prompt_format is plain; use chat or auto")
-        if not self.has_chat_template:
-            raise DataError(
-                f"{row.source}: needs a chat template and {self.folder} has none; use data.prompt_format=plain"
-            )
-        from jinja2 import TemplateError
-
-        messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise DataError(f"{row.source}: the chat template refuses the messages ({error})") from error
 
     def _stop_ids(self) -> tuple[int, ...]:
         found: list[int] = []

@@ -52,8 +52,7 @@ def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its ca
         if length > max_tokens_per_microbatch:
             raise DataError(
                 f"sample {sample} has {length} tokens and batch.max_tokens_per_microbatch is "
-                f"{max_tokens_per_microbatch}; raise "
-                f"it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
+                f"{max_tokens_per_microbatch}; raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
             )
     if atoms is not None:
         _refuse_wide_atoms(atoms, lengths, max_tokens_per_microbatch)
@@ -133,10 +132,8 @@ def _share_out(
                 return _bins_to_ranks([[s for u in members for s in units[u]] for members in bins], lengths, dp_size)
     raise DataError(
         f"{len(samples)} samples ({total} tokens, longest {max(lengths[s] for s in samples)}) cannot be cut into "
-        f"equally many "
-        f"micro-batches of at most {budget} tokens for {dp_size} data-parallel ranks; raise "
-        f"batch.max_tokens_per_microbatch, or "
-        f"make the samples of a minibatch a multiple of {dp_size}"
+        f"equally many micro-batches of at most {budget} tokens for {dp_size} data-parallel ranks; raise "
+        f"batch.max_tokens_per_microbatch, or make the samples of a minibatch a multiple of {dp_size}"
     )
 
 

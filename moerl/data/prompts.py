@@ -14,6 +14,7 @@ import numpy as np
 from moerl.config.schema import DatasetConfig
 from moerl.data.rows import Row
 from moerl.data.sources import prompt_sources
+from moerl.data.templating import PromptTemplate, resolve_template
 from moerl.errors import ConfigError, DataError
 from moerl.metrics import Last, Metrics
 from moerl.types import Prompt
@@ -25,7 +26,7 @@ MAX_LISTED = 20
 class PromptEncoder(Protocol):
     """What loading needs of a tokenizer; `chat.ChatTokenizer` is one."""
 
-    def encode_prompt(self, row: Row, prompt_format: str) -> np.ndarray:
+    def encode_prompt(self, row: Row, template: PromptTemplate) -> np.ndarray:
         """[s] int32."""
         ...
 
@@ -54,9 +55,9 @@ def load_dataset(
     *,
     max_prompt_tokens: int,
     on_long_prompt: str = "skip",
-    prompt_format: str = "auto",
+    template: PromptTemplate | None = None,
 ) -> PromptSet:
-    """Read, tokenise and check one set.
+    """Read, tokenise and check one set; without a template it is `auto`.
 
     Raises:
         ConfigError: an unknown source or option.
@@ -68,11 +69,12 @@ def load_dataset(
         raise ConfigError(
             f"data set {config.name!r}: limit must be at least 1, is {config.limit}; leave it out for all"
         )
+    template = resolve_template({"name": "auto"}) if template is None else template
     plugin, options = prompt_sources.resolve(config.source, where=f"data set {config.name!r}: source")
     prompts: list[Prompt] = []
     long: list[str] = []
     for row in plugin.target(options)[: config.limit]:
-        prompt = _to_prompt(row, config.name, tokenizer, prompt_format)
+        prompt = _to_prompt(row, config.name, tokenizer, template)
         if len(prompt.token_ids) > max_prompt_tokens:
             long.append(f"{row.source}: {len(prompt.token_ids)} tokens")
         else:
@@ -81,8 +83,7 @@ def load_dataset(
         raise DataError(
             f"data set {config.name!r}: {len(long)} of {len(long) + len(prompts)} prompts are longer than "
             f"data.max_prompt_tokens={max_prompt_tokens}; raise it, or set data.on_long_prompt=skip where others are "
-            f"shorter:\n"
-            f"  {_listed(long)}"
+            f"shorter:\n  {_listed(long)}"
         )
     return PromptSet(config.name, tuple(prompts), config.weight, len(long), fingerprint_of(prompts))
 
@@ -215,16 +216,13 @@ class PromptMixture:
             if saved["fingerprint"] != current["fingerprint"]:
                 raise DataError(
                     f"data set {saved['name']!r} has changed since the checkpoint: {saved['size']} prompts, "
-                    f"fingerprint "
-                    f"{saved['fingerprint']}, and now {current['size']}, {current['fingerprint']}; restore the file, "
-                    f"the limits "
-                    f"and the tokenizer, or start anew with run.resume=never"
+                    f"fingerprint {saved['fingerprint']}, and now {current['size']}, {current['fingerprint']}; restore "
+                    "the file, the limits and the tokenizer, or start anew with run.resume=never"
                 )
             if saved["weight"] != current["weight"]:
                 raise DataError(
                     f"data set {saved['name']!r} had weight {saved['weight']} in the checkpoint and has "
-                    f"{current['weight']} now; "
-                    f"keep it, or start anew with run.resume=never"
+                    f"{current['weight']} now; keep it, or start anew with run.resume=never"
                 )
         self._taken = [int(s["taken"]) for s in state["sets"]]
 
@@ -251,13 +249,13 @@ class PromptMixture:
         return np.argsort(bits.random_raw(len(one.prompts)), kind="stable")
 
 
-def _to_prompt(row: Row, dataset: str, tokenizer: PromptEncoder, prompt_format: str) -> Prompt:
+def _to_prompt(row: Row, dataset: str, tokenizer: PromptEncoder, template: PromptTemplate) -> Prompt:
     """Columns that are called `text` or `source` in the file stay as `file_text`, `file_source`."""
     metadata = {f"file_{key}" if key in ("text", "source") else key: value for key, value in row.metadata.items()}
     metadata |= {"text": row.text, "source": row.source}
     return Prompt(
         prompt_id=f"{dataset}/{row.index}",
-        token_ids=tokenizer.encode_prompt(row, prompt_format),
+        token_ids=tokenizer.encode_prompt(row, template),
         answer=row.answer,
         dataset=dataset,
         metadata=metadata,

@@ -1,8 +1,6 @@
-"""Save and restore the learner bit for bit: weights, optimizer, schedule position, every RNG. Safetensors and JSON, no
-pickle.
+"""Save and restore the learner bit for bit: weights, optimizer, schedule position, every RNG; no pickle.
 
-Each rank writes its own part, `rank_00000.safetensors` and `rank_00000.json`; both must be read back under the same
-layout.
+Each rank writes its own part, `rank_00000.safetensors` and `rank_00000.json`, and reads it back under the same layout.
 """
 
 from __future__ import annotations
@@ -165,9 +163,7 @@ def _check_weights(folder: Path, saved: Mapping[str, Tensor], weights: Mapping[s
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Plain JSON for `value`; its tensors go to `tensors` by path. Keeps integer keys and tuples, which JSON does
-    not.
-    """
+    """Plain JSON for `value`, integer keys and tuples kept apart; its tensors go to `tensors` by path."""
     if isinstance(value, Tensor):
         tensors[path] = value
         return {"tensor": path}

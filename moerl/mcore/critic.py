@@ -43,9 +43,7 @@ CHECKPOINT_FOLDER = "critic"
 
 
 class ValueModel(PackedGPTModel):
-    """The backbone with a linear value head; its last stage returns [2, t]: values, and zeros where the policy has
-    entropies.
-    """
+    """The backbone with a linear value head; its last stage returns [2, t]: values, and zeros for entropies."""
 
     def __init__(self, **arguments: Any) -> None:
         """As GPTModel; the vocabulary's output layer is dropped. The head starts at 0, so every value does."""

@@ -1,6 +1,4 @@
-"""Weights of the policy's shape that no optimizer moves: the reference and the teacher. They score in the policy's own
-network, one set at a time.
-"""
+"""Weights of the policy's shape that no optimizer moves: reference and teacher. They score in the policy's network."""
 
 from __future__ import annotations
 

@@ -31,9 +31,7 @@ FILLED = frozenset(
 def loss_inputs(
     batch: MicroBatch, scores: TokenScores, needs: frozenset[str], *, router_shift: Tensor | None = None
 ) -> LossInputs:
-    """What the objective sees of one micro-batch; old logprobs that no score pass filled are the current ones,
-    detached.
-    """
+    """What the objective sees of one micro-batch; old logprobs that no score pass filled are the current ones."""
     current = scores.logprobs.detach()
 
     def where_live(values: Tensor | None) -> Tensor:
@@ -67,9 +65,7 @@ def loss_inputs(
 
 
 def fill_step(batch: StepBatch, scored: Sequence[MicroBatch], filled: Sequence[dict[str, Tensor]]) -> StepBatch:
-    """Put the fields of the scored micro-batches into every epoch: as they are, or sample by sample where packs
-    differ.
-    """
+    """Put the fields of the scored micro-batches into every epoch, sample by sample where packs differ."""
     if not any(filled):
         return batch
     by_pack = {micro.sample_ids: fields for micro, fields in zip(scored, filled, strict=True)}

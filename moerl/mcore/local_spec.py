@@ -34,9 +34,7 @@ class PackedLayout(PackedSeqParams):
     position_ids: Tensor | None = None
     """[t] int64."""
     spread: Tensor | None = None
-    """[n * smax] int64: the packed row of each padded place (row 0 where there is none); None when no padding is
-    needed.
-    """
+    """[n * smax] int64: the packed row of each padded place (0 where there is none); None: no padding is needed."""
     collect: Tensor | None = None
     """[t] int64: the padded place of each packed row."""
     num_seqs: int = 0
@@ -127,9 +125,7 @@ class PackedAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm in float32 whose weight is marked for the sequence-parallel gradient sum (torch's wrapped norm refuses
-    it).
-    """
+    """RMSNorm in float32, its weight marked for the sequence-parallel gradient sum (torch's wrapped one refuses it)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         """`hidden_size` is the width that is normalised: the head dimension for query and key norms."""
@@ -169,9 +165,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
 
 def block_spec(config: TransformerConfig, *, use_te: bool, vp_stage: int | None = None) -> Any:
-    """Megatron's decoder spec with this room's router, and where TransformerEngine is not used, its attention and
-    norm.
-    """
+    """Megatron's decoder spec with this room's router; without TransformerEngine, its attention and norm too."""
     spec: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
     )

@@ -171,9 +171,7 @@ def _implementation() -> dict[str, Any]:
 
 
 class PackedGPTModel(GPTModel):
-    """GPTModel over packed sequences; its last stage returns [2, t]: log-probabilities and entropies of the given
-    tokens.
-    """
+    """GPTModel over packed sequences; its last stage returns [2, t]: logprobs of the given tokens, and entropies."""
 
     routes: RouteController
     true_vocab_size: int = 0

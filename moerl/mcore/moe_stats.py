@@ -79,9 +79,7 @@ def _rollout_pair(batch: MicroBatch, seen: Observation) -> _Pair:
 
 
 def _max_margin(pair: _Pair) -> Tensor:
-    """How far the worst expert that the rollout took and the learner would not lies below the learner's k-th; 0
-    without any.
-    """
+    """How far the worst expert that only the rollout took lies below the learner's k-th; 0 without any."""
     if not pair.before.numel():
         return pair.selection.new_zeros(())
     kth = pair.selection.gather(-1, pair.after).amin(-1, keepdim=True)

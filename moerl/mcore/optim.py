@@ -1,6 +1,4 @@
-"""Megatron's DDP and optimizer, the learning-rate schedule, clipping, and the check that nothing is NaN before a
-step.
-"""
+"""Megatron's DDP and optimizer, the learning-rate schedule, clipping, and the check for NaN before a step."""
 
 from __future__ import annotations
 

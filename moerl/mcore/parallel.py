@@ -62,9 +62,7 @@ class ParallelState:
         return self.pp.rank == self.pp.size - 1
 
     def router_rows(self, num_tokens: int) -> slice:
-        """The rows of a pack of `num_tokens` that this rank's routers see: all, or its slice under sequence
-        parallelism.
-        """
+        """The rows of a pack that this rank's routers see: all, or its slice under sequence parallelism."""
         if not self.is_sequence_parallel:
             return slice(0, num_tokens)
         share = num_tokens // self.tp.size

@@ -340,9 +340,7 @@ class MegatronPolicy:
         return self._runner.forward([micro_batch], own_routes, observe=False)[0].logprobs
 
     def gradients(self, minibatch: Sequence[MicroBatch], objective: Objective) -> dict[str, Tensor]:
-        """Gradient of the objective's sum over `minibatch`, by Hugging Face name; nothing is stepped. Frozen weights
-        get zeros.
-        """
+        """Gradient of the objective's sum over `minibatch`, by Hugging Face name, 0 of frozen weights; no step."""
         self._optimizer.zero_grad()
         self._accumulate(minibatch, objective, observe=False)
         grads = {name: _gradient(tensor) for name, tensor in self._weights.local.items()}

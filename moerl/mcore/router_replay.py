@@ -86,9 +86,7 @@ class Observation:
     log_probs: Tensor
     """[t, l, e] float32: log q over all experts."""
     selection: Tensor
-    """[t, l, e] float32: the probabilities that the top-k was taken of (with the balancing bias, where there is
-    one).
-    """
+    """[t, l, e] float32: what the top-k was taken of (probabilities, with the balancing bias where there is one)."""
 
 
 def concat_layers(chunks: Mapping[int, Observation]) -> Observation | None:

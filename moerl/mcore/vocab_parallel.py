@@ -60,9 +60,7 @@ class _Job:
     chunk: int
 
     def logits(self, hidden: Tensor, weight: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """[c, v] float32 logits at temperature, and [c, v] bool True where a token is not in the running (None:
-        nowhere).
-        """
+        """[c, v] float32 logits at temperature, and [c, v] bool: not in the running (None: all are)."""
         logits = (hidden[rows] @ weight.t()).float().mul_(self.inverse_temperature[rows, None])
         size = self.shard.size
         if size is not None and size < logits.shape[1]:

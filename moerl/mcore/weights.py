@@ -1,6 +1,4 @@
-"""A family's rules x the parallel layout: fill the model from a Hugging Face folder, stream it out in Hugging Face
-names.
-"""
+"""A family's rules x the parallel layout: fill the model from a Hugging Face folder, stream it out in its names."""
 
 from __future__ import annotations
 
@@ -85,8 +83,7 @@ class WeightMap:
         return self._parallel.etp if rule.is_expert else self._parallel.tp
 
     def load_hf(self, source: ModelSource | None = None) -> None:
-        """Fill every local parameter from the folder (of `source`, a model of the same shape, where given), converting
-        to the training dtype.
+        """Fill every local parameter, in training dtype, from the folder (of `source`, of the same shape, if given).
 
         Raises:
             CheckpointError: a missing, left-over or mis-shaped tensor; a parameter that is not finite afterwards.
@@ -119,9 +116,8 @@ class WeightMap:
     def export(self, tensors: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of every weight, in the order of the rules; every rank gets every tensor.
 
-        `tensors` (global megatron name -> local part) takes the place of the weights: gradients travel the same way. On
-        one
-        process the tensors may be views of live parameters: copy what must outlast the next update.
+        `tensors` (global megatron name -> local part) takes the place of the weights: gradients travel the same way.
+        On one process the tensors may be views of live parameters: copy what must outlast the next update.
         """
         local = self.local if tensors is None else tensors
         for rule in self.rules:
@@ -149,8 +145,7 @@ class WeightMap:
         return whole
 
     def freeze(self, patterns: Sequence[str], *, routers: bool) -> None:
-        """Exclude parameters from training: Hugging Face names that fully match a pattern, and with `routers` the
-        gates.
+        """Exclude from training what fully matches a pattern (Hugging Face names), and with `routers` the gates.
 
         Raises:
             ConfigError: a pattern that matches nothing, or only a part of what Megatron fuses into one parameter.

@@ -55,8 +55,9 @@ class DecoderWeights:
 
     @classmethod
     def build(cls, cfg: ReferenceConfig, weights: Mapping[str, Tensor], precision: str) -> DecoderWeights:
-        """Fuse checked Hugging Face weights. Matrices, router and head included, go through `precision`; embedding and
-        norms do not. The result shares no memory with `weights`.
+        """Fuse checked Hugging Face weights into fresh memory.
+
+        Matrices, router and head included, go through `precision`; embedding and norms do not.
         """
 
         def matrix(*names: str) -> Tensor:

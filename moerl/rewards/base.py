@@ -37,9 +37,7 @@ class Reward(Protocol):
     """A registered verifier class; its constructor is `(config, pool)`."""
 
     async def score(self, prompt: Prompt, text: str) -> float:
-        """Value of the answer `text`. Raises `UnscoredError` where there is no verdict, never returns a number
-        instead.
-        """
+        """Value of the answer `text`; raises `UnscoredError` where there is no verdict, in place of any number."""
         ...
 
     def check(self, prompts: Sequence[Prompt]) -> list[str | None]:

@@ -77,9 +77,7 @@ class MathVerify:
 
 
 def bare_gold(gold: str) -> str:
-    r"""The gold answer without what data sets wrap around it: `\boxed{}`, `$...$`, `\(...\)`, `\[...\]`, `**...**`,
-    a full stop.
-    """
+    r"""The gold answer without its wrapping: `\boxed{}`, `$...$`, `\(...\)`, `\[...\]`, `**...**`, a full stop."""
     boxed = last_boxed(gold)
     gold = (gold if boxed is None else boxed).strip()
     for opening, closing in (("**", "**"), ("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):

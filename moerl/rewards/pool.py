@@ -65,9 +65,8 @@ class SandboxPool:
         """`memory_bytes` bounds the address space of one task."""
         if num_workers < 1 or timeout_seconds <= 0 or memory_bytes < 2**26:
             raise RewardError(
-                f"reward.num_workers={num_workers} must be at least 1, reward.timeout_seconds={timeout_seconds} "
-                f"above 0 and "
-                f"reward.memory_bytes={memory_bytes} at least {2**26}"
+                f"reward.num_workers={num_workers} must be at least 1, reward.timeout_seconds={timeout_seconds} above "
+                f"0 and reward.memory_bytes={memory_bytes} at least {2**26}"
             )
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds

@@ -1,6 +1,4 @@
-"""The score that a reasoning-gym generator gives itself; several of them call `eval` on the answer, so it runs in
-the pool.
-"""
+"""The score that a reasoning-gym generator gives; several call `eval` on the answer, so it runs in the pool."""
 
 from __future__ import annotations
 

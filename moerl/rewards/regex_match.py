@@ -1,6 +1,4 @@
-"""1 where the last match of a pattern captures the gold answer. Patterns can hang on hostile text, so they run in
-the pool.
-"""
+"""1 where a pattern's last match captures the gold answer; in the pool, as patterns can hang on hostile text."""
 
 from __future__ import annotations
 

@@ -157,9 +157,7 @@ def readable_folders() -> list[str]:
 
 
 def _restrict_files() -> bool:
-    """Landlock (numbers 444 to 446 on every architecture): handle every file right, grant reading below a few
-    folders.
-    """
+    """Landlock (calls 444 to 446 on every architecture): handle every file right, grant reading below a few folders."""
     abi = _LIBC.syscall(444, None, ctypes.c_size_t(0), 1)
     if abi < 1:
         return False

@@ -64,9 +64,7 @@ class RewardScorer:
         return replace(trajectory, reward=total, reward_components=values)
 
     def check_datasets(self, names: Iterable[str]) -> None:
-        """Raises `ConfigError` for a data set that no reward applies to, or a reward for a data set that is not
-        there.
-        """
+        """Raises `ConfigError` for a data set that no reward applies to, or a reward for one that is not there."""
         known = list(names)
         for name in known:
             self._applicable(name)

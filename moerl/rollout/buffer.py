@@ -167,6 +167,5 @@ def _refuse_stale(trajectory: Trajectory, prompt_id: str, version: int) -> None:
     if old:
         raise RolloutError(
             f"prompt {prompt_id}: got tokens of policy version {old[0]} for version {version}, and "
-            "rollout.max_staleness is 0; "
-            "publish the weights before the step"
+            "rollout.max_staleness is 0; publish the weights before the step"
         )

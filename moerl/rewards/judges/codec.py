@@ -1,6 +1,4 @@
-"""Python values as JSON and back without loss: JSON knows neither tuples nor keys that are no strings, and scorers
-look at both.
-"""
+"""Python values as JSON and back: scorers look at tuples and at keys that are no strings, and JSON has neither."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ _TUPLE, _PAIRS = "__tuple__", "__pairs__"
 
 
 def to_plain(value: Any) -> Any:
-    """JSON types only: tuples and mappings with other keys are tagged; numpy scalars become numbers; others their
-    text.
-    """
+    """JSON types only: tuples and mappings with other keys are tagged, numpy scalars are numbers, the rest is text."""
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value):
             return {str(key): to_plain(item) for key, item in value.items()}

@@ -3,20 +3,16 @@ r"""Mathematical equality by math-verify, with the rules that it lacks. Runs in 
 Rules, in this order:
 
 1.  Words. A gold answer of words (`\text{Thursday}`, `Paris`, `B`) is compared as words: case, white space, `\text`
-and brackets
-    around a single letter aside. math-verify would read `Paris` as a product of letters, equal to `Pairs`.
+    and brackets around a single letter aside. math-verify would read `Paris` as a product of letters, equal to `Pairs`.
 2.  Several parts, strict. Both sides are cut at top level at commas, semicolons, `and`, `or`, and between two bare
-numbers; a
-    finite set is its parts. The numbers of parts must agree and each gold part needs an answer part of its own, in any
-    order: `1331 and 1728` is not `1728`.
+    numbers; a finite set is its parts. The numbers of parts must agree and each gold part needs an answer part of its
+    own, in any order: `1331 and 1728` is not `1728`.
 3.  Per cent. With a per cent sign on one side only, the number counts as it stands (the sign is a unit) or as a
-hundredth.
-    With the sign on both sides it is dropped from both.
+    hundredth. With the sign on both sides it is dropped from both.
 4.  What math-verify would misread counts only if it is the same string: an operator or fraction left hanging once
     unit-like text is taken out (`1-1/\mathrm{x}`), a ratio (`12:30` would be 2/5).
 5.  math-verify, gold first; without its own alarms (they need the main thread and fire unreliably), since the
-sandbox keeps time.
-    Numbers are equal to six digits after the point (`\frac{\pi}{4}` and `0.785398`).
+    sandbox keeps time. Numbers are equal to six digits after the point (`\frac{\pi}{4}` and `0.785398`).
 """
 
 from __future__ import annotations
