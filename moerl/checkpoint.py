@@ -98,9 +98,8 @@ class CheckpointStore:
                 _remove(final)
                 partial.rename(final)
                 _sync(self.folder)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)  # there only where something failed
             self._prune(step)
         return final
 

@@ -65,10 +65,10 @@ def run(command: list[str]) -> tuple[int, float]:
         print(f"stopped after {GROUP_LIMIT_SECONDS} s", flush=True)
         os.killpg(process.pid, signal.SIGKILL)
         status = process.wait() or 1
-    except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-        raise
+    finally:
+        if process.poll() is None:  # interrupted
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
     return status, time.monotonic() - start
 
 

@@ -43,7 +43,7 @@ versions = {}
 for name in names:
     try:
         module = importlib.import_module(name)
-    except Exception as error:
+    except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:
         sys.exit(f"cannot import {name}: {type(error).__name__}: {error}")
     versions[name] = str(getattr(module, "__version__", "?"))
 print(json.dumps(versions))
@@ -82,10 +82,10 @@ class Installer:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
             try:
                 self._wait(process, start)
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
+            finally:
+                if process.poll() is None:  # interrupted
+                    process.terminate()
+                    process.wait()
         if process.returncode:
             raise SetupError(explain(title, self.log.read_bytes()[begin:].decode(errors="replace"), missing, self.log))
         say(f"    done in {time.monotonic() - start:.0f} s")

@@ -145,7 +145,7 @@ class Collector:
                 trajectory = await self._environments[prompt.env].run(prompt, self._engine, params, name)
             if trajectory.status == "ok":
                 trajectory = await self._scorer.score(prompt, trajectory)
-        except Exception as error:  # noqa: BLE001 - the one place where a failure becomes data
+        except Exception as error:  # noqa: BLE001  an episode's failure is data
             late = f"no end within {self._timeout_seconds:g} s (rollout.timeout_seconds)"
             reason = f"{type(error).__name__}: {late if deadline.expired() else error}"
             logger.warning("episode %s failed: %s", name, reason)

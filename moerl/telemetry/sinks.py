@@ -176,7 +176,7 @@ class Sinks:
                 action(sink)
             except MoerlError:
                 raise
-            except Exception as error:  # noqa: BLE001  one of the two places that turn a failure into data
+            except Exception as error:  # noqa: BLE001  whatever a logging service raises costs its sink, not the run
                 self._sinks.remove(sink)
                 logger.warning("%s failed and is dropped for the rest of the run: %r", type(sink).__name__, error)
 

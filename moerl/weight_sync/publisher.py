@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AsyncExitStack
 
 from torch import Tensor
 
@@ -70,12 +71,11 @@ class Publisher:
 
     async def _publish_paused(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Stream between pause and resume; every engine is resumed, even one whose pause failed half-way."""
-        try:
+        async with AsyncExitStack() as on_failure:
+            on_failure.push_async_callback(self._resume_after_failure)
             await self._all("pause", version)
             num_bytes = await self._stream(named_tensors, version)
-        except BaseException:
-            await self._resume_after_failure()
-            raise
+            on_failure.pop_all()
         await self._all("resume", version)
         return num_bytes
 
