@@ -12,6 +12,7 @@ from moerl.config.schema import DatasetConfig, RunConfig
 from moerl.curriculum import Curriculum
 from moerl.data.chat import ChatTokenizer
 from moerl.data.prompts import PromptMixture, PromptSet, check_disjoint, load_dataset
+from moerl.data.templating import resolve_template
 from moerl.envs import environments
 from moerl.errors import DataError
 from moerl.evaluate import EvaluationSet, Evaluator
@@ -86,6 +87,7 @@ def load_data(cfg: RunConfig, *, with_train: bool = True) -> Data:
         DataError: names files and lines.
     """
     tokenizer = ChatTokenizer(cfg.model.path)
+    template = resolve_template(cfg.data.template)
 
     def load(items: Sequence[DatasetConfig]) -> tuple[PromptSet, ...]:
         return tuple(
@@ -94,7 +96,7 @@ def load_data(cfg: RunConfig, *, with_train: bool = True) -> Data:
                 tokenizer,
                 max_prompt_tokens=cfg.data.max_prompt_tokens,
                 on_long_prompt=cfg.data.on_long_prompt,
-                prompt_format=cfg.data.prompt_format,
+                template=template,
             )
             for item in items
         )
@@ -167,7 +169,7 @@ def sampling_params(cfg: RunConfig, tokenizer: ChatTokenizer) -> SamplingParams:
         top_p=cfg.rollout.top_p,
         top_k=cfg.rollout.top_k,
         stop_token_ids=tokenizer.stop_token_ids,
-        stop_strings=tuple(cfg.rollout.stop),
+        stop_strings=(*cfg.rollout.stop, *resolve_template(cfg.data.template).stop),
     )
 
 

@@ -80,6 +80,7 @@ def _plugin_nodes(cfg: RunConfig) -> list[tuple[Any, Mapping[str, Any], str]]:
     """(registry, node, where) of every plugin node; importing the registries imports torch."""
     from moerl.algorithms import registries
     from moerl.data.sources import prompt_sources
+    from moerl.data.templates import prompt_templates
     from moerl.envs import environments
     from moerl.rewards import rewards
     from moerl.rollout.engine import engines
@@ -95,6 +96,7 @@ def _plugin_nodes(cfg: RunConfig) -> list[tuple[Any, Mapping[str, Any], str]]:
         (registries.schedules, a.schedule, "algorithm.schedule"),
         (registries.advantage_transforms, a.advantage.transform, "algorithm.advantage.transform"),
         (registries.advantage_posts, a.advantage.post, "algorithm.advantage.post"),
+        (prompt_templates, cfg.data.template, "data.template"),
         (engines, cfg.rollout.engine, "rollout.engine"),
         (environments, cfg.rollout.environment, "rollout.environment"),
         (transports, cfg.weight_sync.transport, "weight_sync.transport"),

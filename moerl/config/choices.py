@@ -18,7 +18,6 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "precision.fp8": ("none", "delayed", "tensorwise", "blockwise", "mxfp8"),
     "precision.recompute": ("none", "selective", "full"),
     "data.on_long_prompt": ("skip", "refuse"),
-    "data.prompt_format": ("auto", "chat", "plain"),
     "optim.name": ("adam", "sgd"),
     "optim.schedule": ("constant", "linear", "cosine"),
     "checkpoint.on_corrupt": ("refuse", "previous"),

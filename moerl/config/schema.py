@@ -122,9 +122,10 @@ class DataSection:
     max_prompt_tokens: int = 1024
     on_long_prompt: str = "skip"
     """`skip` (and count) or `refuse` a prompt above the limit."""
-    prompt_format: str = "auto"
-    """`chat`: through the chat template; `plain`: as it is; `auto`: chat for `messages` rows and where the tokenizer
-    has a template."""
+    template: dict[str, Any] = plugin("prompt template", "auto")
+    """What stands around each task, in training and in evaluation: `none`, `chat` (the tokenizer's own; `system` adds a
+    message), `r1`, `qwen_math`, or `auto`: chat for `messages` rows and where the tokenizer has a chat template, else
+    none."""
     check_disjoint: bool = True
     """Refuse to start when a held-out prompt is also a training prompt."""
     refilter: RefilterSection = field(default_factory=RefilterSection)

@@ -9,7 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from moerl.data.chat import ChatTokenizer
 from moerl.data.rows import Row
-from moerl.errors import ConfigError, DataError
+from moerl.data.templating import resolve_template
+from moerl.errors import DataError
 
 WORDS = ["<pad>", "<eos>", "<user>", "<bot>", "\\boxed{", "}", *"0123456789+-=?, \nabc"]
 TEMPLATE = (
@@ -36,6 +37,10 @@ def chat(tmp_path):
     return ChatTokenizer(make_folder(tmp_path / "model", generation={"eos_token_id": [5, 1]}))
 
 
+def encode(chat, prompt, name):
+    return chat.encode_prompt(row(prompt), resolve_template({"name": name}))
+
+
 def row(prompt):
     return Row(0, prompt, "1", "a.jsonl:7")
 
@@ -44,17 +49,18 @@ def ids(text_tokens):
     return [WORDS.index(word) for word in text_tokens]
 
 
-def test_chat_and_plain(chat):
+def test_chat_and_none(chat):
     messages = [{"role": "user", "content": "1+2"}]
     as_chat = ids(["<user>", "1", "+", "2", "<bot>"])
-    for prompt, prompt_format, expected in (
+    for prompt, name, expected in (
         ("1+2", "auto", as_chat),
         ("1+2", "chat", as_chat),
         (messages, "auto", as_chat),
         (messages, "chat", as_chat),
-        ("1+2", "plain", ids("1+2")),
+        ("1+2", "none", ids("1+2")),
+        (messages, "none", ids("1+2")),
     ):
-        found = chat.encode_prompt(row(prompt), prompt_format)
+        found = encode(chat, prompt, name)
         assert found.tolist() == expected
         assert found.dtype == "int32"
 
@@ -82,21 +88,19 @@ def test_stop_tokens_are_those_of_both_files(chat, tmp_path):
 
 def test_without_a_template(tmp_path):
     chat = ChatTokenizer(make_folder(tmp_path / "base", template=None))
-    assert chat.encode_prompt(row("1+2"), "auto").tolist() == ids("1+2")
-    for prompt, prompt_format in (("1+2", "chat"), ([{"role": "user", "content": "1"}], "auto")):
+    assert encode(chat, "1+2", "auto").tolist() == ids("1+2")
+    for prompt, name in (("1+2", "chat"), ([{"role": "user", "content": "1"}], "auto")):
         with pytest.raises(DataError, match=r"a\.jsonl:7: needs a chat template and .*base has none"):
-            chat.encode_prompt(row(prompt), prompt_format)
+            encode(chat, prompt, name)
 
 
 def test_refusals(chat, tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.prompt_format is 'html'; allowed: auto, chat, plain"):
-        chat.encode_prompt(row("1"), "html")
-    with pytest.raises(DataError, match=r"has messages, and data\.prompt_format is plain"):
-        chat.encode_prompt(row([{"role": "user", "content": "1"}]), "plain")
+    with pytest.raises(DataError, match=r"a\.jsonl:7: has messages of user, user, and data\.template is none"):
+        encode(chat, [{"role": "user", "content": "1"}] * 2, "none")
     strict = "{{ raise_exception('no system role') }}"
     refusing = ChatTokenizer(make_folder(tmp_path / "strict", template=strict))
     with pytest.raises(DataError, match=r"a\.jsonl:7: the chat template refuses the messages \(no system role\)"):
-        refusing.encode_prompt(row("1"), "chat")
+        encode(refusing, "1", "chat")
     with pytest.raises(DataError, match="no such model folder"):
         ChatTokenizer(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()

@@ -20,7 +20,7 @@ from moerl.types import Prompt
 class ByteTokenizer:
     """One token a byte; keeps the protocol of `ChatTokenizer`."""
 
-    def encode_prompt(self, row, prompt_format):
+    def encode_prompt(self, row, template):
         return np.frombuffer(row.text.encode(), np.uint8).astype(np.int32)
 
     def encode_completion(self, text):

@@ -1,0 +1,77 @@
+"""What a prompt template is: a named function from a task to the text that a policy continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from moerl.data.rows import Row
+from moerl.data.templates import prompt_templates
+from moerl.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A prompt before it is tokenised."""
+
+    text: str
+    add_special_tokens: bool = True
+    """Whether the tokenizer puts its start token before it; a chat template has written its own."""
+
+
+class ChatTemplate(Protocol):
+    """The chat template that the tokenizer brings; `data.chat.ChatTokenizer` is one."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is one."""
+        ...
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], source: str) -> str:
+        """Messages up to where the answer starts. Raises `DataError` where there is none, or it refuses them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """One template with its arguments."""
+
+    name: str
+    render: Callable[[Row, ChatTemplate], PromptText]
+    extract: str
+    """Where it asks for the answer: a word of `rewards.extract.EXTRACTS`."""
+    stop: tuple[str, ...]
+    """Strings after which an answer is complete."""
+
+
+def resolve_template(node: Mapping[str, Any]) -> PromptTemplate:
+    """A configuration node such as `{name: r1}` as the template that it names.
+
+    Raises:
+        ConfigError: no such template, or an argument that it does not take.
+    """
+    plugin, cfg = prompt_templates.resolve(node, where="data.template")
+    return PromptTemplate(
+        plugin.name,
+        partial(plugin.target, cfg=cfg),
+        extract=plugin.traits.get("extract", "boxed"),
+        stop=tuple(plugin.traits.get("stop", ())),
+    )
+
+
+def question_of(row: Row, template: str) -> str:
+    """The task as one text, for a template that is text around a question.
+
+    Raises:
+        DataError: the row is a conversation, which only a chat template can write down.
+    """
+    if isinstance(row.prompt, str):
+        return row.prompt
+    if [message["role"] for message in row.prompt] == ["user"]:
+        return row.prompt[0]["content"]
+    raise DataError(
+        f"{row.source}: has messages of {', '.join(message['role'] for message in row.prompt)}, and data.template is "
+        f"{template}, which takes one question; use chat or auto"
+    )
