@@ -223,7 +223,8 @@ def objective(
         max_new_tokens: the generation budget, which Dr. GRPO's and DPPO's aggregation divide by.
         overrides: `key=value` texts, keys of the algorithm section such as `trust.hi=0.28`; laid over `axes`.
         axes: fields of `moerl.config.schema.AlgorithmSection`: `trust={"hi": 0.28}`, `level="seq_geo"`, ... A node
-            merges with the preset's while its `name` stays, and replaces it when that changes.
+            merges with the preset's while its `name` stays, and replaces it when that changes. `filters` and `shaping`
+            may only be emptied: a batch of tensors lacks what they read.
 
     Raises:
         ConfigError: an unknown name or key, a wrong type, axes that do not go together; says what to do.
@@ -248,7 +249,19 @@ def objective(
         raise ConfigError(
             f"{preset or 'algorithm.aggregation'} divides by the generation budget; give max_new_tokens, such as 4096"
         )
+    _refuse_sampling_rules(cfg.algorithm, [*axes, *(text.removeprefix("algorithm.") for text in overrides)])
     return Method(cfg.algorithm, build_objective(cfg.algorithm))
+
+
+def _refuse_sampling_rules(section: AlgorithmSection, given: Sequence[str]) -> None:
+    """Those of a preset are known not to be applied; those that a caller asks for must not be ignored."""
+    for name, nodes in (("filters", section.filters), ("shaping", section.shaping)):
+        if nodes and any(text.startswith(name) for text in given):
+            listed = ", ".join(str(node["name"]) for node in nodes)
+            raise ConfigError(
+                f"algorithm.{name} asks for {listed}, but a batch of tensors has no finish_reason, text or status of "
+                f"its answers; leave algorithm.{name} out, set the mask of unwanted answers to 0 and give final rewards"
+            )
 
 
 def methods() -> dict[str, str]:

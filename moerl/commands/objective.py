@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import sys
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from moerl.errors import ConfigError
 if TYPE_CHECKING:
     from moerl.api import Evaluation, Method
     from moerl.data.token_batch import TokenBatch
+
+logger = logging.getLogger(__name__)
 
 HELP = """Evaluate an objective on a batch: loss, gradient norm, clip and mask fractions.
 
@@ -80,7 +83,12 @@ def run(args: argparse.Namespace) -> int:
 def _method(name: str, args: argparse.Namespace) -> Method:
     from moerl.api import objective
 
-    return objective(name, max_new_tokens=args.max_new_tokens, overrides=args.overrides)
+    method = objective(name, max_new_tokens=args.max_new_tokens, overrides=args.overrides)
+    for kind, nodes in (("filters", method.section.filters), ("shaping", method.section.shaping)):
+        if nodes:
+            listed = ", ".join(str(node["name"]) for node in nodes)
+            logger.warning("%s: its %s (%s) act where answers are sampled, not on this batch", name, kind, listed)
+    return method
 
 
 def _batch(args: argparse.Namespace) -> TokenBatch:
