@@ -71,7 +71,7 @@ def micro_batches(batch):
 
 
 def test_every_column_of_every_token_is_the_samples_own():
-    """BUGS 38: all columns are split alike, on every rank."""
+    """slime#1784: all columns are split alike, on every rank."""
     samples = samples_of(8)
     seen = []
     for rank in range(2):

@@ -135,7 +135,7 @@ def test_shares_hold_at_every_moment():
     shuffle=st.booleans(),
 )
 def test_resumed_equals_uninterrupted(sizes, before, after, shuffle):
-    """BUGS 39 to 41: at and across epoch borders the next prompts are those that would have come."""
+    """verl#5725, SkyRL#589, open-instruct#1523: at and across epoch borders the next prompts are those that would have come."""
     sets = [make_set(f"s{i}", size, weight=1.0 + i) for i, size in enumerate(sizes)]
     whole = PromptMixture(sets, seed=3, shuffle=shuffle)
     for count in before:
@@ -149,7 +149,7 @@ def test_resumed_equals_uninterrupted(sizes, before, after, shuffle):
 
 
 def test_saved_exactly_at_the_end_of_an_epoch_goes_on_into_the_next():
-    """BUGS 39 and 40: 64 prompts, saved at the end of epoch 1."""
+    """verl#5725, SkyRL#589: 64 prompts, saved at the end of epoch 1."""
     first = PromptMixture([make_set("a", 64)], seed=0)
     epoch_one = ids(first.next_prompts(64))
     second = PromptMixture([make_set("a", 64)], seed=0)

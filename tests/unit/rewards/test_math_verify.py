@@ -61,7 +61,7 @@ def test_equal(gold, answer):
     ],
 )
 def test_known_false_positives_stay_wrong(gold, answer):
-    """BUGS 35: what math-verify, or a naive use of it, would accept."""
+    """Math-Verify#82: what math-verify, or a naive use of it, would accept."""
     assert not is_equal(gold, answer)
 
 
@@ -83,12 +83,12 @@ def test_known_false_positives_stay_wrong(gold, answer):
     ],
 )
 def test_several_parts_are_strict(gold, answer, equal):
-    """BUGS 33."""
+    """Math-Verify#47."""
     assert is_equal(gold, answer) is equal
 
 
 def test_gold_goes_first():
-    """BUGS 34: the comparison is not symmetric, so swapped arguments would show."""
+    """Math-Verify#25: the comparison is not symmetric, so swapped arguments would show."""
     inequality, interval = r"m\ge\sqrt2", r"m\in[\sqrt2,\infty)"
     assert is_equal(inequality, interval)
     assert not is_equal(interval, inequality)
@@ -116,12 +116,12 @@ def test_per_cent_rule(gold, answer, equal):
     "gold", ["$7$", r"\boxed{7}", "**7**", r"\(7\)", r"\[ 7 \]", "$$7$$", " 7. ", r"so \boxed{7}."]
 )
 def test_wrapping_of_gold_answers_is_taken_off(gold):
-    """BUGS 36."""
+    """Math-Verify#76."""
     assert bare_gold(gold) == "7"
 
 
 def test_gold_answers_that_do_not_parse_are_told():
-    """BUGS 36: bare LaTeX, bold, words and lists are fine; fragments are not."""
+    """Math-Verify#76: bare LaTeX, bold, words and lists are fine; fragments are not."""
     good = [r"\frac{\sqrt3}{3}", "73", r"\text{B}", "1331 and 1728", "Thursday", r"50\%", "12:30", "f(x)=x^2"]
     assert unparsable(good) == [None] * len(good)
     for reason, gold in zip(unparsable([r"\frac{", "]", "???"]), [r"\frac{", "]", "???"], strict=True):

@@ -92,7 +92,7 @@ def test_state_of_a_task_does_not_outlive_it(pool):
 
 
 def test_deadline_does_not_count_the_wait_in_the_queue(pool):
-    """BUGS 37: 200 verdicts of 10 ms, one worker, a limit below their sum."""
+    """verifiers#831: 200 verdicts of 10 ms, one worker, a limit below their sum."""
     naps = [{"seconds": 0.01}] * 200
     futures = [pool.submit("hostile_judge:nap", nap, timeout_seconds=1.9) for nap in naps]
     verdicts = [future.result(timeout=60) for future in futures]

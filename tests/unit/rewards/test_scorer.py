@@ -92,7 +92,7 @@ def test_exact_match_zeros(build, text):
 
 
 def test_math_in_the_pool_from_a_thread_and_from_a_loop(math_scorer):
-    """BUGS 32: math-verify refuses threads; its processes do not care who asks."""
+    """verl#3407: math-verify refuses threads; its processes do not care who asks."""
     scorer = math_scorer
     half = trajectory(r"so \boxed{\frac{2}{4}}")
     found = []
