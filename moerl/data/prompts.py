@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,8 @@ from moerl.data.templating import PromptTemplate, resolve_template
 from moerl.errors import ConfigError, DataError
 from moerl.metrics import Last, Metrics
 from moerl.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 MAX_LISTED = 20
 """So many offenders are listed in one error; the rest are counted."""
@@ -79,12 +82,15 @@ def load_dataset(
             long.append(f"{row.source}: {len(prompt.token_ids)} tokens")
         else:
             prompts.append(prompt)
-    if long and (on_long_prompt == "refuse" or not prompts):
-        raise DataError(
+    if long:
+        found = (
             f"data set {config.name!r}: {len(long)} of {len(long) + len(prompts)} prompts are longer than "
-            f"data.max_prompt_tokens={max_prompt_tokens}; raise it, or set data.on_long_prompt=skip where others are "
-            f"shorter:\n  {_listed(long)}"
+            f"data.max_prompt_tokens={max_prompt_tokens}"
         )
+        if on_long_prompt == "refuse" or not prompts:
+            hint = "raise it, or set data.on_long_prompt=skip where others are shorter"
+            raise DataError(f"{found}; {hint}:\n  {_listed(long)}")
+        logger.warning("%s and left out, the first is %s", found, long[0])
     return PromptSet(config.name, tuple(prompts), config.weight, len(long), fingerprint_of(prompts))
 
 

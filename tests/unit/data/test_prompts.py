@@ -61,10 +61,11 @@ def test_prompts_of_a_file(tmp_path):
     assert ids(load(path, limit=1).prompts) == ["a/0"]
 
 
-def test_long_prompts_are_skipped_and_counted_or_refused(tmp_path):
+def test_long_prompts_are_skipped_and_counted_or_refused(tmp_path, caplog):
     path = write(tmp_path / "a.jsonl", "short", "far too long", "tiny")
     loaded = load(path, max_prompt_tokens=5)
     assert (ids(loaded.prompts), loaded.num_skipped) == (["a/0", "a/2"], 1)
+    assert f"1 of 3 prompts are longer than data.max_prompt_tokens=5 and left out, the first is {path}:2" in caplog.text
     assert to_floats(PromptMixture([loaded], seed=0).metrics())["data/skipped_long_prompts"] == 1.0
     for options in ({"max_prompt_tokens": 5, "on_long_prompt": "refuse"}, {"max_prompt_tokens": 3}):
         with pytest.raises(DataError) as caught:
