@@ -136,7 +136,7 @@ def test_shares_hold_at_every_moment():
     shuffle=st.booleans(),
 )
 def test_resumed_equals_uninterrupted(sizes, before, after, shuffle):
-    """verl#5725, SkyRL#589, open-instruct#1523: at and across epoch borders the next prompts are those that would have come."""
+    """verl#5725, SkyRL#589, open-instruct#1523: at and across epoch borders the next prompts are those due."""
     sets = [make_set(f"s{i}", size, weight=1.0 + i) for i, size in enumerate(sizes)]
     whole = PromptMixture(sets, seed=3, shuffle=shuffle)
     for count in before:
