@@ -51,7 +51,7 @@ def check_plugins(cfg: RunConfig) -> None:
     if not problems:
         problems += _engine_rules(cfg)
     if problems:
-        raise ConfigError("\n".join(problems) if len(problems) == 1 else "\n  - ".join(["several faults:", *problems]))
+        raise ConfigError(*problems)
 
 
 def _engine_rules(cfg: RunConfig) -> list[str]:

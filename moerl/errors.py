@@ -24,6 +24,12 @@ class MoerlError(Exception):
 class ConfigError(MoerlError, ValueError):
     """A configuration that is misspelt, of the wrong type, or impossible."""
 
+    def __init__(self, *faults: str) -> None:
+        """One message for each of `faults`, all of them in one error."""
+        listed = "".join(f"\n  - {fault}" for fault in faults)
+        super().__init__(faults[0] if len(faults) == 1 else f"{len(faults)} faults in the configuration:{listed}")
+        self.faults = faults
+
 
 class DataError(MoerlError, ValueError):
     """A prompt file, tokenizer or sample that cannot be used; names the file and line where there is one."""

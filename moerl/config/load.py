@@ -39,12 +39,7 @@ def load_config(
             unknown preset, or mandatory keys without a value (all of them); names the file or override it came from.
     """
     layers = [(checked(values, ROOT, "", source), source) for source, values in _read_layers(Path(path), ())]
-    for values, source in layers:
-        _check_types(values, source)
-    assignments = [_parse_override(text) for text in overrides]
-    merged = _merge(layers, assignments, {})
-    preset = _preset_values(merged, presets or {})
-    return _to_config(_merge(layers, assignments, preset) if preset else merged, str(path))
+    return _to_config(_all_merged(layers, overrides, presets or {}), str(path))
 
 
 def config_from_dict(
@@ -58,12 +53,8 @@ def config_from_dict(
 
     Without `presets`, `algorithm.preset` is a name and nothing more.
     """
-    layer = checked(dict(values), ROOT, "", source)
-    _check_types(layer, source)
-    layers, assignments = [(layer, source)], [_parse_override(text) for text in overrides]
-    merged = _merge(layers, assignments, {})
-    preset = _preset_values(merged, presets or {})
-    return _to_config(_merge(layers, assignments, preset) if preset else merged, source)
+    layers = [(checked(dict(values), ROOT, "", source), source)]
+    return _to_config(_all_merged(layers, overrides, presets or {}), source)
 
 
 def read_values(path: str | Path) -> Values:
@@ -156,15 +147,35 @@ def _parse_override(text: str) -> tuple[list[str], Any, str]:
     return path, value, source
 
 
-def _merge(layers: list[tuple[Values, str]], assignments: list[tuple[list[str], Any, str]], preset: Values) -> Values:
+def _all_merged(
+    layers: list[tuple[Values, str]], overrides: Sequence[str], presets: Mapping[str, Mapping[str, Any]]
+) -> Values:
+    """The preset below the layers; its name may come from any of them, so they are merged once to learn it."""
+    for values, source in layers:
+        _check_types(values, source)
+    merged = _merge(layers, overrides, {})
+    preset = _preset_values(merged, presets)
+    return _merge(layers, overrides, preset) if preset else merged
+
+
+def _merge(layers: list[tuple[Values, str]], overrides: Sequence[str], preset: Values) -> Values:
+    """Every faulty override is told in one error, and leaves the values as they were for the next."""
     merged = _defaults()
     if preset:
         merged = overlaid(merged, {"algorithm": preset}, ROOT)
     for values, _ in layers:
         merged = overlaid(merged, values, ROOT)
-    for path, value, source in assignments:
-        merged = assigned(merged, path, value, ROOT, source)
-        _check_types({path[0]: merged[path[0]]}, source)
+    faults: list[str] = []
+    for text in overrides:
+        try:
+            path, value, source = _parse_override(text)
+            with_it = assigned(merged, path, value, ROOT, source)
+            _check_types({path[0]: with_it[path[0]]}, source)
+            merged = with_it
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(*faults)
     return merged
 
 
@@ -191,23 +202,31 @@ def _preset_values(merged: Values, presets: Mapping[str, Mapping[str, Any]]) -> 
 def _check_types(values: Values, source: str) -> None:
     """Each value must convert to its field's type; done per layer, so that the message can name the file."""
     _spell_out_bools(values, "", source)
-    for path, section, element in _list_elements(values, ROOT, ""):
-        _check_section(element, section, f"{path}.", source)
-    for key, item in values.items():
-        section = fields_of(RunConfig)[key].section
-        if section is not None and isinstance(item, dict):
-            _check_section(item, section, f"{key}.", source)
+    elements = [(f"{path}.", section, item) for path, section, item in _list_elements(values, ROOT, "")]
+    sections = [(f"{key}.", fields_of(RunConfig)[key].section, item) for key, item in values.items()]
+    for places in (elements, sections):  # an element's fault, seen from its section, would have no path
+        known = [(item, section, prefix) for prefix, section, item in places if section and isinstance(item, dict)]
+        faults = [f"{source}: {fault}" for place in known for fault in _type_faults(*place)]
+        if faults:
+            raise ConfigError(*faults)
 
 
-def _check_section(values: Values, section: type, prefix: str, source: str) -> None:
+def _type_faults(values: Values, section: type, prefix: str) -> list[str]:
+    """What is wrong with each value; omegaconf stops at the first, so the parts are looked at once it has."""
     try:
         OmegaConf.merge(OmegaConf.structured(section), values)
+        return []
     except OmegaConfBaseException as error:
         path = prefix + (error.full_key or "")
         kind = kind_at(path)
         seen = _value_at(values, error.full_key or "")
-        allowed = words_for(kind.annotation) if kind else _first_line(error)
-        raise ConfigError(f"{source}: {path} is {seen!r}, but must be {allowed}") from error
+        first = f"{path} is {seen!r}, but must be {words_for(kind.annotation) if kind else _first_line(error)}"
+    if len(values) > 1:
+        return [fault for key in values for fault in _type_faults({key: values[key]}, section, prefix)] or [first]
+    ((key, item),) = values.items()
+    inner = fields_of(section)[key].section
+    parts = _type_faults(item, inner, f"{prefix}{key}.") if inner and isinstance(item, dict) else []
+    return parts or [first]
 
 
 def _list_elements(values: Values, kind: Kind, prefix: str) -> Iterator[tuple[str, type, Values]]:

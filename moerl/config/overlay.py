@@ -96,7 +96,7 @@ def checked(value: Any, kind: Kind, path: str, source: str) -> Any:
     """A copy of `value` with plugin names spelled out as nodes and every key known to the schema.
 
     Raises:
-        ConfigError: an unknown key (with the nearest name) or a value where a mapping or list must be.
+        ConfigError: every unknown key (with the nearest name) and every value where a mapping or list must be.
     """
     if kind.plugin is not None:
         return _checked_plugin(value, kind, path, source)
@@ -114,11 +114,16 @@ def checked(value: Any, kind: Kind, path: str, source: str) -> Any:
         raise ConfigError(f"{source}: {path} is {value!r}, but must be a mapping with keys among {known}")
     prefix = f"{path}." if path else ""
     known_fields = fields_of(kind.section)
-    result = {}
+    result, faults = {}, []
     for key, item in value.items():
-        if key not in known_fields:
-            raise _unknown_key(kind.section, key, prefix, source)
-        result[key] = checked(item, known_fields[key], f"{prefix}{key}", source)
+        try:
+            if key not in known_fields:
+                raise _unknown_key(kind.section, key, prefix, source)
+            result[key] = checked(item, known_fields[key], f"{prefix}{key}", source)
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(*faults)
     return result
 
 

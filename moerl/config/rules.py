@@ -27,12 +27,8 @@ def check(cfg: RunConfig, *, world_size: int = 1, extra_rules: Sequence[ExtraRul
         ConfigError: lists every fault, each with its fields, the values seen, what is allowed and what to do.
     """
     faults = config_errors(cfg, world_size=world_size, extra_rules=extra_rules)
-    if len(faults) == 1:
-        raise ConfigError(faults[0])
     if faults:
-        raise ConfigError(
-            f"{len(faults)} faults in the configuration:\n" + "\n".join(f"  - {fault}" for fault in faults)
-        )
+        raise ConfigError(*faults)
 
 
 def config_errors(cfg: RunConfig, *, world_size: int = 1, extra_rules: Sequence[ExtraRule] = ()) -> list[str]:

@@ -233,7 +233,7 @@ def test_all_faults_of_plugin_nodes_come_together(base, capsys):
         "algorithm.filters=[x]",
     ]
     first, *lines = refusal(capsys, "train", base, *overrides).splitlines()
-    assert first == "several faults:"
+    assert first == "4 faults in the configuration:"
     where = ["algorithm.trust (clip): ", "rollout.engine: ", "algorithm.filters[0]: ", "reward.rewards[0]: "]
     assert [line.startswith(f"  - {name}") for line, name in zip(lines, where, strict=True)] == [True] * 4
 

@@ -234,6 +234,47 @@ def test_bad_overrides(tmp_path, override, parts):
         assert part in text
 
 
+def test_all_faulty_overrides_come_together_and_good_ones_between_them_are_no_part_of_it(tmp_path):
+    overrides = ["optim.lr=abc", "optim.beta1=0.8", "optm.lr=1", "rollout.group_size=2.5", "optim.beta2=x", "nonsense"]
+    first, *lines = message(tmp_path, "", *overrides).splitlines()
+    assert first == "5 faults in the configuration:"
+    wanted = [
+        "override 'optim.lr=abc': optim.lr is 'abc', but must be a number",
+        "override 'optm.lr=1': unknown key 'optm'",
+        "override 'rollout.group_size=2.5': rollout.group_size is 2.5, but must be a whole number",
+        "override 'optim.beta2=x': optim.beta2 is 'x', but must be a number",
+        "override 'nonsense': must be key=value",
+    ]
+    assert [line.startswith(f"  - {text}") for line, text in zip(lines, wanted, strict=True)] == [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (
+            "optim: {lr: a, beta1: b}\nrollout: {group_size: c, top_p: 0.9}\n",
+            ["optim.lr", "optim.beta1", "rollout.group"],
+        ),
+        ("algorithm: {kl: {coefficient: a, target: b}, level: token}\n", ["algorithm.kl.coeff", "algorithm.kl.target"]),
+        (
+            "data: {train: [{name: x, weight: y}, {name: z, weight: q}]}\n",
+            ["data.train[0].weight", "data.train[1].weight"],
+        ),
+        ("optim: {lrr: 1, lr: 2, beta: 3}\nrun: {nam: x}\n", ["key 'optim.lrr'", "key 'optim.beta'", "key 'run.nam'"]),
+    ],
+    ids=["sections", "nested", "elements", "keys"],
+)
+def test_all_faults_of_a_file_come_together(tmp_path, text, wanted):
+    write(tmp_path, "base.yaml", BASE)
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, "c.yaml", "extends: base.yaml\n" + text), presets=PRESETS)
+    first, *lines = str(caught.value).splitlines()
+    assert first == f"{len(wanted)} faults in the configuration:"
+    assert [name in line and "c.yaml: " in line for line, name in zip(lines, wanted, strict=True)] == [True] * len(
+        wanted
+    )
+
+
 def test_every_missing_key_is_listed(tmp_path):
     path = write(tmp_path, "c.yaml", "data: {train: [{source: {path: x}}]}\n")
     with pytest.raises(
