@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,18 @@ class Lengths:
         return max(float(len(self.live) if count_empty else self.live.sum()), 1.0)
 
 
+def build_aggregation(node: Mapping[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
+    """`(lengths, group_ids) -> v_i` of the aggregation `node`, which is read and checked once (`sequence_weights`)."""
+    plugin, cfg = aggregations.resolve(node, where="algorithm.aggregation")
+
+    def weigh(lengths: Tensor, group_ids: Tensor) -> Tensor:
+        live = lengths > 0
+        seen = Lengths(lengths.to(torch.float64).clamp(min=1.0), live, group_ids)
+        return torch.where(live, plugin.target(seen, cfg), 0.0)
+
+    return weigh
+
+
 def sequence_weights(node: Mapping[str, Any], lengths: Tensor, group_ids: Tensor) -> Tensor:
     """v_i [n] float64 of the aggregation `node`; 0 for sequences without live tokens, which count nowhere.
 
@@ -47,10 +59,7 @@ def sequence_weights(node: Mapping[str, Any], lengths: Tensor, group_ids: Tensor
     Raises:
         ConfigError: unknown aggregation or argument.
     """
-    plugin, cfg = aggregations.resolve(node, where="algorithm.aggregation")
-    live = lengths > 0
-    seen = Lengths(lengths.to(torch.float64).clamp(min=1.0), live, group_ids)
-    return torch.where(live, plugin.target(seen, cfg), 0.0)
+    return build_aggregation(node)(lengths, group_ids)
 
 
 def term_weights(cfg: AlgorithmSection, lengths: Tensor, group_ids: Tensor, task_rewards: Tensor) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ passes over main memory into passes over the cache, and only one block's tempora
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ BLOCK_TOKENS = 131072
 """A float32 array of a block is 512 KiB, so that what is alive of one block lies in the last-level cache."""
 
 Evaluate = Callable[[LossInputs], tuple[Tensor, Metrics]]
+Slopes = Callable[[LossInputs], tuple[Tensor, Tensor, Metrics] | None]
+"""-> loss, its gradient by the logprobs [t], metrics."""
 
 _TERMS = tuple(f.name for f in dataclasses.fields(TokenWeights))
 _WITH_GRADIENT = ("entropy", "values")
@@ -31,37 +33,39 @@ def is_worth_cutting(x: LossInputs) -> bool:
     return len(x.logprobs) > BLOCK_TOKENS
 
 
-def evaluate_in_blocks(evaluate: Evaluate, x: LossInputs) -> tuple[Tensor, Metrics]:
+def evaluate_in_blocks(evaluate: Evaluate, x: LossInputs, slopes: Slopes | None = None) -> tuple[Tensor, Metrics]:
     """`evaluate(x)`, block by block; the loss carries the gradient to what `x` holds with gradient.
 
-    Every per-token term must depend on its own sequence only. Fields that are not per token are left out.
+    Every per-token term must depend on its own sequence only. Fields that are not per token are left out. `slopes`, of
+    an objective whose gradient is that of the logprobs alone, saves a backward pass wherever it gives something.
     """
     metrics: Metrics = {}
     names = ["logprobs", *(name for name in _WITH_GRADIENT if name in x.optional)]
     leaves = [x.logprobs, *(x.optional[name] for name in names[1:])]
-    loss = _Blocks.apply(evaluate, x, metrics, names, *leaves)
+    loss = _Blocks.apply((evaluate, slopes), x, metrics, names, *leaves)
     return loss, metrics  # pyright: ignore[reportReturnType]  apply is untyped
 
 
 class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, evaluate: Evaluate, x: LossInputs, metrics: Metrics, names: list[str], *leaves: Tensor
+        ctx: Any,
+        how: tuple[Evaluate, Slopes | None],
+        x: LossInputs,
+        metrics: Metrics,
+        names: list[str],
+        *leaves: Tensor,
     ) -> Tensor:
         wanted = ctx.needs_input_grad[4:]
         gradients = [torch.empty_like(leaf) if need else None for leaf, need in zip(leaves, wanted, strict=True)]
         total = 0.0
         for start, end in _bounds(x.seq_ids):
-            parts = [leaf.detach()[start:end].requires_grad_(need) for leaf, need in zip(leaves, wanted, strict=True)]
-            with torch.enable_grad():
-                loss, found = evaluate(_part(x, start, end, dict(zip(names, parts, strict=True))))
+            parts = dict(zip(names, (leaf.detach()[start:end] for leaf in leaves), strict=True))
+            loss, made, found = _evaluate_block(how, _part(x, start, end, parts), parts, wanted)
             merge_into(metrics, found)
-            total = total + loss.detach()
-            inputs = [part for part, need in zip(parts, wanted, strict=True) if need]
-            made = iter(torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ())
-            for gradient in gradients:
+            total = total + loss
+            for gradient, own in zip(gradients, made, strict=True):
                 if gradient is not None:
-                    own = next(made)
                     gradient[start:end] = 0 if own is None else own
         ctx.gradients = gradients
         return total if isinstance(total, Tensor) else leaves[0].new_zeros(())
@@ -75,6 +79,24 @@ class _Blocks(torch.autograd.Function):
         if scale != 1:
             gradients = [None if gradient is None else gradient.mul_(scale) for gradient in gradients]
         return None, None, None, None, *gradients
+
+
+def _evaluate_block(
+    how: tuple[Evaluate, Slopes | None], x: LossInputs, leaves: Mapping[str, Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor, Sequence[Tensor | None], Metrics]:
+    """Loss, detached; the gradient of each leaf, None where it is 0 or not wanted; metrics."""
+    evaluate, slopes = how
+    found = None if slopes is None else slopes(x)
+    if found is not None:
+        loss, gradient, metrics = found
+        return loss, [gradient, *[None] * (len(leaves) - 1)], metrics
+    for leaf, need in zip(leaves.values(), wanted, strict=True):
+        leaf.requires_grad_(need)
+    with torch.enable_grad():
+        loss, metrics = evaluate(x)
+    inputs = [leaf for leaf, need in zip(leaves.values(), wanted, strict=True) if need]
+    made = iter(torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ())
+    return loss.detach(), [next(made) if need else None for need in wanted], metrics
 
 
 def _bounds(seq_ids: Tensor) -> Iterator[tuple[int, int]]:

@@ -15,10 +15,11 @@ from moerl.algorithms import kl as kl_estimators
 from moerl.algorithms.blocks import evaluate_in_blocks, is_worth_cutting
 from moerl.algorithms.compose import composition_errors, value_errors
 from moerl.algorithms.mismatch import TokenCorrection
+from moerl.algorithms.policy_metrics import correction_metrics, policy_metrics, sequence_metrics, token_mean
 from moerl.algorithms.ratio import LEVELS, LOG_RATIO_LIMIT, clamp_log_ratio
 from moerl.algorithms.registries import corrections, objectives, token_weights, trust_regions
 from moerl.algorithms.sanitise import CleanInputs, first_tokens, sanitise
-from moerl.algorithms.segments import is_full, masked_seq_sum, per_sequence, seq_lengths, seq_totals, spread
+from moerl.algorithms.segments import answers_at_once, is_full, masked_seq_sum, seq_lengths, seq_totals, spread
 from moerl.algorithms.types import (
     CORRECTION_MEAN,
     ENTROPY_COEFFICIENT,
@@ -30,7 +31,7 @@ from moerl.algorithms.types import (
 )
 from moerl.config.schema import AlgorithmSection, EntropySection, KLSection, RouterShiftSection
 from moerl.errors import ConfigError
-from moerl.metrics import Max, Mean, Metrics
+from moerl.metrics import Mean, Metrics
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,26 @@ class PolicyTerm:
     """Token weights [t], detached; None where every token counts alike."""
     replacement: Callable[[LossInputs], TokenLoss] | None
     """An objective that takes the place of all of the above."""
+    is_score: bool
+    """The gradient goes through the logprob of a token alone, not through the ratio."""
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """The policy term of a micro-batch before it is weighed, of every token [t] or once a sequence [n]."""
+
+    token: TokenLoss
+    metrics: Metrics
+    beyond: Tensor | None
+    """bool: the log-ratio was clamped, and has no gradient; None where none was."""
+    weight: Tensor | None = None
+    """Of corrections and token weights; None is 1."""
+    kept: Tensor | None = None
+    """bool: what takes part; None is everything."""
+
+    def where_kept(self, values: Tensor) -> Tensor:
+        """0 elsewhere."""
+        return values if self.kept is None else torch.where(self.kept, values, 0)
 
 
 @dataclass(frozen=True)
@@ -75,13 +96,20 @@ class Objective:
     """The advantage must be the same on all tokens of a sequence."""
     needs_constants: frozenset[str]
     """Keys of `LossInputs.constants` that must be filled over the whole minibatch."""
+    has_slopes: bool
+    """There is the policy term alone, and its trust region gives its slope."""
 
     def __call__(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         """Loss (0-dim, float32 or wider, with gradient even where nothing is live) and metrics of one micro-batch."""
         per_token_only = self.policy.replacement is None and not self.needs & PER_SEQUENCE_FIELDS
         if per_token_only and is_worth_cutting(x):
-            return evaluate_in_blocks(self._summed, x)
+            return evaluate_in_blocks(self._summed, x, self.slopes if self._takes_slopes(x) else None)
         return self._summed(x)
+
+    def _takes_slopes(self, x: LossInputs) -> bool:
+        """The processor's way; a device keeps to the one that asks no questions."""
+        is_of_tokens = self.policy.is_score or LEVELS[self.policy.level].is_mean is None
+        return self.has_slopes and answers_at_once(x.mask) and (is_of_tokens or is_full(x.mask))
 
     def _summed(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         losses, metrics = self.token_losses(x)
@@ -98,7 +126,7 @@ class Objective:
             # Off-policy corrections never touch the KL; only a token without a finite logprob drops out.
             coefficient = self.kl.coefficient if self.kl.target is None else x.constants[KL_COEFFICIENT]
             losses = losses + coefficient * clean.inputs.weights.kl * torch.where(clean.live, value, 0)
-            metrics["kl/ref"] = _token_mean(value, clean.live)
+            metrics["kl/ref"] = token_mean(value, clean.live)
         if _has_entropy_loss(self.entropy):
             coefficient = self.entropy.coefficient if self.entropy.target is None else x.constants[ENTROPY_COEFFICIENT]
             entropy = torch.where(clean.live, clean.inputs.entropy, 0)
@@ -106,11 +134,11 @@ class Objective:
         if self.teacher_coefficient:
             value = kl_estimators.kl_estimate("k3", clean.inputs.logprobs, clean.inputs.teacher_logprobs)
             losses = losses + self.teacher_coefficient * clean.inputs.weights.kl * torch.where(clean.live, value, 0)
-            metrics["kl/teacher"] = _token_mean(value, clean.live)
+            metrics["kl/teacher"] = token_mean(value, clean.live)
         if self.nll_coefficient:
             surprise = torch.where(clean.live, -clean.inputs.logprobs, 0)
             losses = losses + self.nll_coefficient * clean.inputs.weights.nll * surprise
-            metrics["pg/positive_nll"] = _token_mean(surprise, clean.live & (clean.inputs.weights.nll > 0))
+            metrics["pg/positive_nll"] = token_mean(surprise, clean.live & (clean.inputs.weights.nll > 0))
         return losses, metrics
 
     def correct(self, x: LossInputs) -> tuple[TokenCorrection, Tensor]:
@@ -121,55 +149,106 @@ class Objective:
     def correction_mean(self, x: LossInputs) -> Mean:
         """This micro-batch's part of the constant `correction_mean`; merge over micro-batches and ranks."""
         corrected, usable = self.correct(x)
-        return _token_mean(corrected.weight, usable & corrected.keep)
+        return token_mean(corrected.weight, usable & corrected.keep)
 
     def _policy_losses(self, clean: CleanInputs) -> tuple[Tensor, Metrics]:
         term, x = self.policy, clean.inputs
         if term.replacement is not None:
             token = term.replacement(x)
-            seen: Metrics = {name: _token_mean(values, clean.live) for name, values in token.metrics.items()}
+            seen: Metrics = {name: token_mean(values, clean.live) for name, values in token.metrics.items()}
             return x.weights.policy * torch.where(x.mask, token.loss, 0), seen
-        x, shift = self._split_router_shift(x)
-        corrected = term.correct(x, term.correction_config)
-        weight = corrected.weight
-        is_plain = not term.has_correction and term.weigh is None
-        if term.is_normalized:
+        if self._is_once_a_sequence(clean):
+            scored = self._score_sequences(clean)
+            per_token = spread(scored.token.loss, x.seq_ids, seq_lengths(x.seq_ids, x.num_seqs))
+            return x.weights.policy * per_token, scored.metrics
+        scored = self._score_tokens(clean)
+        weighed = scored.token.loss if scored.weight is None else scored.weight * scored.token.loss
+        return x.weights.policy * scored.where_kept(weighed), scored.metrics
+
+    def slopes(self, x: LossInputs) -> tuple[Tensor, Tensor, Metrics] | None:
+        """Loss, its gradient by the logprobs [t] and metrics, without a backward pass; None where it takes one.
+
+        For objectives with `has_slopes`, called without gradient.
+        """
+        clean = sanitise(x, reads_rollout_logprobs=self.reads_rollout_logprobs)
+        if self._is_once_a_sequence(clean):
+            return self._sequence_slopes(clean)
+        if not self.policy.is_score and LEVELS[self.policy.level].is_mean is not None:
+            return None
+        scored, own = self._score_tokens(clean), clean.inputs
+        token = scored.token
+        weights = own.weights.policy if scored.weight is None else own.weights.policy * scored.weight
+        weights = scored.where_kept(weights)
+        loss = (weights * token.loss).sum()
+        if token.is_shared:
+            weights = masked_seq_sum(weights, own.mask, own.seq_ids, own.num_seqs)
+            weights = weights if clean.is_full else torch.where(own.mask, weights, 0)
+        gradient = weights * _slope(token)
+        if not self.policy.is_score and scored.beyond is not None:
+            gradient.masked_fill_(scored.beyond, 0)
+        return loss, gradient, {**clean.metrics, **scored.metrics}
+
+    def _sequence_slopes(self, clean: CleanInputs) -> tuple[Tensor, Tensor, Metrics]:
+        scored, x = self._score_sequences(clean), clean.inputs
+        lengths = seq_lengths(x.seq_ids, x.num_seqs)
+        weights = seq_totals(x.weights.policy, x.seq_ids, lengths)
+        gradient = weights * _slope(scored.token)
+        if LEVELS[self.policy.level].is_mean:
+            gradient = gradient / lengths.clamp(min=1)
+        if scored.beyond is not None:
+            gradient.masked_fill_(scored.beyond, 0)
+        loss = (weights * scored.token.loss).sum()
+        return loss, spread(gradient, x.seq_ids, lengths), {**clean.metrics, **scored.metrics}
+
+    def _score_tokens(self, clean: CleanInputs) -> _Scored:
+        term = self.policy
+        x, token_log_ratio = self._log_ratio(clean.inputs)
+        raw = LEVELS[term.level].log_ratio(token_log_ratio, x)
+        corrected = term.correct(x, term.correction_config) if term.has_correction else None
+        weight = None if corrected is None else corrected.weight
+        if weight is not None and term.is_normalized:
             weight = weight / x.constants[CORRECTION_MEAN]
-        if term.level == "none":
-            anchor = x.logprobs.detach()
-        else:
-            anchor = x.old_logprobs if term.anchor == "old" else x.rollout_logprobs
-        token_log_ratio = x.logprobs - anchor if shift is None else x.logprobs - anchor + shift
-        level = LEVELS[term.level]
-        if term.is_elementwise and is_plain and clean.is_full and level.is_mean is not None:
-            return self._sequence_losses(clean, token_log_ratio, is_mean=level.is_mean)
-        raw = level.log_ratio(token_log_ratio, x)
-        if term.weight_inside:
+        if weight is not None and term.weight_inside:
             raw = raw + masked_seq_sum(weight.log(), x.mask, x.seq_ids, x.num_seqs)
-            weight = torch.ones_like(weight)
+            weight = None
         if term.weigh is not None:
-            weight = weight * term.weigh(x).detach()
+            own = term.weigh(x).detach()
+            weight = own if weight is None else weight * own
         log_ratio = clamp_log_ratio(raw)
         token = term.trust(log_ratio, x, term.trust_config)
-        kept = x.mask & corrected.keep if term.has_correction else x.mask
-        weighed = token.loss if is_plain else weight * token.loss
-        is_whole = clean.is_full and (not term.has_correction or is_full(kept))
-        losses = x.weights.policy * (weighed if is_whole else torch.where(kept, weighed, 0))
-        metrics = _policy_metrics(clean, log_ratio=log_ratio, raw=raw, token=token)
-        if term.has_correction:
-            metrics.update(_correction_metrics(clean, corrected, is_whole=is_whole))
-        return losses, metrics
+        kept = x.mask if corrected is None else x.mask & corrected.keep
+        is_whole = clean.is_full and (corrected is None or is_full(kept))
+        metrics = policy_metrics(clean, log_ratio=log_ratio, raw=raw, token=token)
+        if corrected is not None:
+            metrics.update(correction_metrics(clean, corrected, is_whole=is_whole))
+        return _Scored(token, metrics, _beyond(raw, log_ratio), weight, None if is_whole else kept)
 
-    def _sequence_losses(self, clean: CleanInputs, token_log_ratio: Tensor, *, is_mean: bool) -> tuple[Tensor, Metrics]:
+    def _is_once_a_sequence(self, clean: CleanInputs) -> bool:
         """One ratio, one advantage, no token weights: a sequence is what a token is elsewhere."""
-        term, x = self.policy, clean.inputs
+        term = self.policy
+        is_plain = term.is_elementwise and not term.has_correction and term.weigh is None
+        return is_plain and clean.is_full and LEVELS[term.level].is_mean is not None
+
+    def _score_sequences(self, clean: CleanInputs) -> _Scored:
+        term = self.policy
+        x, token_log_ratio = self._log_ratio(clean.inputs)
         lengths = seq_lengths(x.seq_ids, x.num_seqs)
         raw = seq_totals(token_log_ratio, x.seq_ids, lengths)
-        raw = raw / lengths.clamp(min=1) if is_mean else raw
+        raw = raw / lengths.clamp(min=1) if LEVELS[term.level].is_mean else raw
         log_ratio = clamp_log_ratio(raw)
         token = term.trust(log_ratio, first_tokens(x, lengths), term.trust_config)
-        losses = x.weights.policy * spread(token.loss, x.seq_ids, lengths)
-        return losses, _sequence_metrics(x, log_ratio=log_ratio, raw=raw, token=token, lengths=lengths)
+        metrics = sequence_metrics(x, log_ratio=log_ratio, raw=raw, token=token, lengths=lengths)
+        return _Scored(token, metrics, _beyond(raw, log_ratio))
+
+    def _log_ratio(self, x: LossInputs) -> tuple[LossInputs, Tensor]:
+        """Token log-ratios [t], and the inputs as the trust region may see them."""
+        x, shift = self._split_router_shift(x)
+        if self.policy.level == "none":
+            anchor = x.logprobs.detach()
+        else:
+            anchor = x.old_logprobs if self.policy.anchor == "old" else x.rollout_logprobs
+        log_ratio = x.logprobs - anchor
+        return x, log_ratio if shift is None else log_ratio + shift
 
     def _split_router_shift(self, x: LossInputs) -> tuple[LossInputs, Tensor | None]:
         """Floor gamma; give log gamma for before the clip, or leave in `x.router_shift` what is applied after it."""
@@ -225,6 +304,7 @@ def build_objective(cfg: AlgorithmSection) -> Objective:
         router_shift=cfg.router_shift,
         weigh=None if weight.name == "one" else partial(weight.target, cfg=weight_config),
         replacement=partial(replacing.target, cfg=replacing_config) if replaces else None,
+        is_score=cfg.form == "score",
     )
     of_trust = trust.needs | set(trust.traits.get("needs_of", _nothing)(trust_config))
     axes = replacing.needs if replaces else of_trust | correction.needs | weight.needs | _ratio_needs(cfg)
@@ -240,11 +320,32 @@ def build_objective(cfg: AlgorithmSection) -> Objective:
         reads_rollout_logprobs="rollout_logprobs" in needs,
         constant_advantage=LEVELS[cfg.level].constant_advantage and not replaces,
         needs_constants=constants,
+        has_slopes=_is_policy_alone(cfg, replaces) and trust.traits.get("has_slope", _never)(trust_config),
     )
 
 
 def _nothing(config: Any) -> tuple[str, ...]:
     return ()
+
+
+def _never(config: Any) -> bool:
+    return False
+
+
+def _slope(token: TokenLoss) -> Tensor:
+    if token.slope is None:
+        raise TypeError("a trust region that is registered with has_slope returned a TokenLoss without slope")
+    return token.slope
+
+
+def _is_policy_alone(cfg: AlgorithmSection, replaces: bool) -> bool:
+    others = cfg.kl.place == "loss" or _has_entropy_loss(cfg.entropy) or _has_teacher_loss(cfg)
+    return not (replaces or others or cfg.positive_nll.coefficient)
+
+
+def _beyond(raw: Tensor, log_ratio: Tensor) -> Tensor | None:
+    """Where the clamp took the gradient away; the same tensor comes back where it did nothing."""
+    return None if raw is log_ratio else raw.detach().abs() > LOG_RATIO_LIMIT
 
 
 def _constants(cfg: AlgorithmSection, of_weight: Sequence[str], *, is_normalized: bool) -> frozenset[str]:
@@ -286,75 +387,3 @@ def _has_teacher_loss(cfg: AlgorithmSection) -> bool:
 
 def _has_entropy_loss(entropy: EntropySection) -> bool:
     return entropy.place == "loss" and bool(entropy.coefficient or entropy.target is not None)
-
-
-def _policy_metrics(clean: CleanInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss) -> Metrics:
-    x, live = clean.inputs, clean.live
-    mean = _full_mean if clean.is_full else _token_mean
-    ratio = log_ratio.detach().exp() if token.ratio is None else token.ratio
-    seen = ratio if clean.is_full else torch.where(x.mask, ratio, -torch.inf)
-    metrics: Metrics = {
-        "pg/ratio_mean": mean(ratio, x.mask),
-        "pg/ratio_max": Max(seen.amax() if len(ratio) else -torch.inf),
-        # The same tensor came back from the clamp: nothing was beyond the limit.
-        "pg/clamped": mean(raw.detach().abs() > LOG_RATIO_LIMIT, live) if raw is not log_ratio else _none_of(clean),
-    }
-    metrics.update({name: mean(values, live) for name, values in token.metrics.items()})
-    if "old_logprobs" in x.optional:
-        metrics["pg/kl_old"] = mean(x.old_logprobs - x.logprobs.detach(), live)
-    if "entropy" in x.optional:
-        metrics["pg/entropy"] = _token_mean(x.entropy, live)
-    return metrics
-
-
-def _sequence_metrics(x: LossInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss, lengths: Tensor) -> Metrics:
-    """The policy's metrics as means over tokens, from one value for each sequence."""
-    count, per_token = float(lengths.sum()), lengths.double()
-    ratio = log_ratio.detach().exp()
-    values = {"pg/ratio_mean": ratio, "pg/clamped": raw.detach().abs() > LOG_RATIO_LIMIT, **token.metrics}
-    metrics: Metrics = {name: Mean((v.detach().double() * per_token).sum(), count) for name, v in values.items()}
-    seen = torch.where(lengths > 0, ratio, -torch.inf)
-    metrics["pg/ratio_max"] = Max(seen.amax() if len(seen) else -torch.inf)
-    if "old_logprobs" in x.optional:
-        metrics["pg/kl_old"] = _full_mean(x.old_logprobs - x.logprobs.detach(), x.mask)
-    if "entropy" in x.optional:
-        metrics["pg/entropy"] = _full_mean(x.entropy, x.mask)
-    return metrics
-
-
-def _correction_metrics(clean: CleanInputs, corrected: TokenCorrection, *, is_whole: bool) -> Metrics:
-    x, live = clean.inputs, clean.live
-    if is_whole:
-        seqs = float((seq_lengths(x.seq_ids, x.num_seqs) > 0).sum())
-        return {
-            **{name: _full_mean(values, live) for name, values in corrected.metrics.items()},
-            "mm/reject": _none_of(clean),
-            "mm/reject_seq": Mean(0.0, seqs),
-            "mm/weight_mean": _full_mean(corrected.weight, live),
-        }
-    dropped = live & ~(x.mask & corrected.keep)
-    tokens = per_sequence(live.to(x.logprobs.dtype), live, x.seq_ids, x.num_seqs)
-    lost = per_sequence(dropped.to(x.logprobs.dtype), live, x.seq_ids, x.num_seqs)
-    metrics: Metrics = {name: _token_mean(values, live) for name, values in corrected.metrics.items()}
-    metrics["mm/reject"] = _token_mean(dropped, live)
-    metrics["mm/reject_seq"] = _token_mean((tokens > 0) & (lost == tokens), tokens > 0)
-    metrics["mm/weight_mean"] = _token_mean(corrected.weight, x.mask & corrected.keep)
-    return metrics
-
-
-def _full_mean(values: Tensor, mask: Tensor) -> Mean:
-    """Mean over all tokens, for which `mask` is known to be True."""
-    values = values.detach()
-    total = torch.count_nonzero(values) if values.dtype == torch.bool else values.sum()
-    return Mean(total.double(), float(len(values)))
-
-
-def _none_of(clean: CleanInputs) -> Mean:
-    """A fraction of the live tokens that is 0."""
-    return Mean(0.0, float(len(clean.live)) if clean.is_full else clean.live.sum().double())
-
-
-def _token_mean(values: Tensor, mask: Tensor) -> Mean:
-    """Mean over `mask` without leaving the device."""
-    kept = torch.where(mask, values.detach().double(), 0.0)
-    return Mean(kept.sum(), mask.sum().double())

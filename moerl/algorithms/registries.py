@@ -7,7 +7,7 @@ from moerl.registry import Registry
 trust_regions: Registry = Registry("trust region", "moerl.algorithms.trust")
 """`(log_ratio [t], x: LossInputs, cfg) -> TokenLoss`; trait `form`: `ratio`, `score`, or `any` (then trait `score` is
 the score-form function). Reads only usable values; never masks or reduces. `needs` may also name `rollout_logprobs`;
-trait `needs_of(cfg)` adds what depends on the arguments."""
+trait `needs_of(cfg)` adds what depends on the arguments; trait `has_slope(cfg)`: `TokenLoss.slope` is always there."""
 
 corrections: Registry = Registry("correction", "moerl.algorithms.correction")
 """`(x: LossInputs, cfg) -> TokenCorrection`; trait `weighs`: whether the weight can differ from 1."""

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+_OF_NUMPY = (torch.float32, torch.float64)
 
 
 class _SequenceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, seq_ids: Tensor, lengths: Tensor, divisor: Tensor | None) -> Tensor:
         ctx.save_for_backward(seq_ids, lengths, divisor)
-        sums = torch.segment_reduce(values.contiguous(), "sum", lengths=lengths, unsafe=True, initial=0)
-        return _spread(sums if divisor is None else sums / divisor, seq_ids)
+        sums = _sums(values, lengths)
+        return _spread(sums if divisor is None else sums / divisor, seq_ids, lengths)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -28,7 +31,7 @@ class _Totals(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
         ctx.save_for_backward(seq_ids, lengths)
-        return torch.segment_reduce(values.contiguous(), "sum", lengths=lengths, unsafe=True, initial=0)
+        return _sums(values, lengths)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -40,7 +43,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, per_seq: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
         ctx.save_for_backward(seq_ids, lengths)
-        return _spread(per_seq, seq_ids)
+        return _spread(per_seq, seq_ids, lengths)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -58,9 +61,29 @@ def spread(per_seq: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
     return _Spread.apply(per_seq, seq_ids, lengths)  # pyright: ignore[reportReturnType]: apply is untyped
 
 
-def _spread(per_seq: Tensor, seq_ids: Tensor) -> Tensor:
-    """[n] -> [t]; several times faster than indexing on a CPU."""
-    return per_seq.index_select(0, seq_ids)
+def _sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """[t] -> [n]. Numpy adds pairwise within each sequence: more exact than torch's CPU sum, which adds one by one, and
+    five times as fast.
+    """
+    if not _suits_numpy(values):
+        return torch.segment_reduce(values.contiguous(), "sum", lengths=lengths, unsafe=True, initial=0)
+    filled = lengths > 0
+    starts = (lengths.cumsum(0) - lengths)[filled].numpy()
+    sums = values.new_zeros(len(lengths))
+    if len(starts):
+        sums[filled] = torch.from_numpy(np.add.reduceat(values.numpy(), starts))
+    return sums
+
+
+def _spread(per_seq: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
+    """[n] -> [t]. Runs of one value are written by numpy five times as fast as torch looks them up."""
+    if not _suits_numpy(per_seq):
+        return per_seq.index_select(0, seq_ids)
+    return torch.from_numpy(np.repeat(per_seq.numpy(), lengths.numpy()))
+
+
+def _suits_numpy(values: Tensor) -> bool:
+    return values.device.type == "cpu" and values.dtype in _OF_NUMPY
 
 
 def answers_at_once(values: Tensor) -> bool:
@@ -73,7 +96,7 @@ def answers_at_once(values: Tensor) -> bool:
 
 def is_full(mask: Tensor) -> bool:
     """Every token is in the mask; False where only a device could tell, which is not waited for."""
-    return answers_at_once(mask) and int(torch.count_nonzero(mask)) == mask.numel()
+    return answers_at_once(mask) and (not mask.numel() or bool(mask.view(torch.uint8).amin()))
 
 
 def seq_lengths(seq_ids: Tensor, num_seqs: int) -> Tensor:
@@ -93,6 +116,19 @@ def masked_seq_sum(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int)
     return seq_sum(kept, seq_ids, seq_lengths(seq_ids, num_seqs))
 
 
+def masked_seq_means(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
+    """[t] -> [n]: the mean over the masked tokens of each sequence, 0 where there are none; and their number, at least
+    1.
+    """
+    lengths = seq_lengths(seq_ids, num_seqs)
+    if is_full(mask):
+        kept, counts = values, lengths.to(values.dtype)
+    else:
+        kept, counts = torch.where(mask, values, 0), _sums(mask.to(values.dtype), lengths)
+    counts = counts.clamp(min=1)
+    return seq_totals(kept, seq_ids, lengths) / counts, counts
+
+
 def masked_seq_mean(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int) -> Tensor:
     """[t] -> [t]: the mean over the masked tokens of each token's sequence; 0 where there are none."""
     lengths = seq_lengths(seq_ids, num_seqs)
@@ -100,7 +136,7 @@ def masked_seq_mean(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int
         kept, count = values, lengths.to(values.dtype)
     else:
         kept = torch.where(mask, values, 0)
-        count = torch.segment_reduce(mask.to(values.dtype), "sum", lengths=lengths, unsafe=True, initial=0)
+        count = _sums(mask.to(values.dtype), lengths)
     return _SequenceSum.apply(kept, seq_ids, lengths, count.clamp(min=1))  # pyright: ignore[reportReturnType]: apply is untyped
 
 
@@ -109,7 +145,7 @@ def masked_seq_max(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int)
     filled = torch.where(mask, values.detach(), -torch.inf)
     lengths = seq_lengths(seq_ids, num_seqs)
     largest = torch.segment_reduce(filled, "max", lengths=lengths, unsafe=True, initial=-torch.inf)
-    return _spread(largest, seq_ids)
+    return _spread(largest, seq_ids, lengths)
 
 
 def masked_seq_rank(values: Tensor, mask: Tensor, seq_ids: Tensor) -> Tensor:
@@ -128,4 +164,4 @@ def masked_seq_rank(values: Tensor, mask: Tensor, seq_ids: Tensor) -> Tensor:
 def per_sequence(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int) -> Tensor:
     """[t] -> [n]: the sum over the masked tokens of each sequence."""
     filled = values if is_full(mask) else torch.where(mask, values, 0)
-    return torch.segment_reduce(filled, "sum", lengths=seq_lengths(seq_ids, num_seqs), unsafe=True, initial=0)
+    return seq_totals(filled, seq_ids, seq_lengths(seq_ids, num_seqs))

@@ -15,12 +15,13 @@ _FAR = 1e6
 
 class _Hold(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, values: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         held = torch.clamp(values, lower, upper)
         moved = (held - values).sign_()
-        ctx.save_for_backward(moved.abs().neg_().add_(1))
-        ctx.mark_non_differentiable(moved)
-        return held, moved
+        inside = moved.abs().neg_().add_(1)
+        ctx.save_for_backward(inside)
+        ctx.mark_non_differentiable(moved, inside)
+        return held, moved, inside
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -28,10 +29,10 @@ class _Hold(torch.autograd.Function):
         return grads[0] * inside, None, None
 
 
-def hold_by_sign(values: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Values at most `high` where A > 0 and at least `low` where A < 0; and the direction in which each moved.
+def hold_by_sign(values: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Values at most `high` where A > 0 and at least `low` where A < 0; the direction each moved in; and the gradient.
 
-    Gradient 1 where nothing moved, also on the bound, else 0. The direction is 1, 0 or -1.
+    The direction is 1, 0 or -1. The gradient is 1 where nothing moved, also on the bound, else 0.
     """
     sign = advantages.sign()
     upper = sign.neg().add_(1).mul_(_FAR).add_(high)  # exactly `high` where the sign is 1
@@ -40,20 +41,22 @@ def hold_by_sign(values: Tensor, advantages: Tensor, low: float, high: float) ->
 
 
 class _Pessimistic(torch.autograd.Function):
-    """max(-x A, -clip(x) A); what is kept for the backward pass is the slope itself."""
+    """max(-x A, -clip(x) A) of x = exp(log-ratio), with its slope by the log-ratio."""
 
     @staticmethod
     def forward(
-        ctx: Any, ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, log_ratio: Tensor, advantages: Tensor, low: float, high: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ratio = log_ratio.exp()
         against = advantages.neg()
         free = ratio * against
-        held = torch.clamp(ratio, low, high)  # pyright: ignore[reportCallIssue, reportArgumentType]: both numbers or both tensors
-        loss = torch.maximum(free, held.mul_(against))
+        loss = torch.clamp(ratio, low, high).mul_(against)
+        torch.maximum(free, loss, out=loss)
         clipped = (loss - free).sign_()  # 1 where the bound binds, 0 elsewhere; NaN stays NaN
-        ctx.save_for_backward(torch.addcmul(against, against, clipped, value=-1))
-        ctx.mark_non_differentiable(clipped)
-        return loss, clipped
+        slope = free.addcmul_(free, clipped, value=-1)
+        ctx.save_for_backward(slope)
+        ctx.mark_non_differentiable(slope, ratio, clipped)
+        return loss, slope, ratio, clipped
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -61,13 +64,16 @@ class _Pessimistic(torch.autograd.Function):
         return grads[0] * slope, None, None, None
 
 
-def _one_clip(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> TokenLoss:
-    """A bound binds only on the side where it lowers the objective: above for A > 0, below for A < 0."""
-    loss, clipped = _Pessimistic.apply(ratio, advantages, low, high)  # pyright: ignore[reportGeneralTypeIssues]: untyped
-    signed = clipped * advantages.sign()
+def clip_once(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
+    """-min(x A, clip(x, low, high) A): a bound binds only on the side where it lowers the objective.
+
+    At x exactly on a bound the gradient is that of the unclipped branch.
+    """
+    loss, slope, ratio, clipped = _Pessimistic.apply(log_ratio, advantages, low, high)  # pyright: ignore[reportGeneralTypeIssues]: untyped
+    signed = clipped.mul_(advantages.sign())
     above = signed.clamp(min=0)
     metrics = {"pg/clip_low": above - signed, "pg/clip_high": above}
-    return TokenLoss(loss, metrics, ratio.detach())
+    return TokenLoss(loss, metrics, ratio, slope)
 
 
 def clipped_surrogate(
@@ -83,8 +89,6 @@ def clipped_surrogate(
     At x exactly on a bound the gradient is that of the unclipped branch.
     """
     low, high = bounds
-    if dual_c is None and delta is None:
-        return _one_clip(ratio, advantages, low, high)
     positive = advantages > 0
     negative = advantages < 0
     metrics = {"pg/clip_low": negative & (ratio < low), "pg/clip_high": positive & (ratio > high)}

@@ -98,6 +98,11 @@ class TokenLoss:
     """name -> [t], bool or float; reduced as a mean over live tokens."""
     ratio: Tensor | None = None
     """[t], detached: exp of the log-ratio where it was made anyway, so that metrics need not make it again."""
+    slope: Tensor | None = None
+    """[t], detached: the derivative of `loss` where it was made anyway, by the log-ratio (ratio form) or the logprob
+    (score form) of the same token; with it a gradient needs no backward pass."""
+    is_shared: bool = False
+    """`loss` is the same on all tokens of a sequence, and depends on each of their log-ratios by `slope`."""
 
 
 @dataclass(frozen=True)

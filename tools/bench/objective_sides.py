@@ -34,10 +34,11 @@ Step = Callable[[Any], Any]
 
 def moerl_steps(batch: Any) -> dict[str, Step]:
     """Packed inputs, made once; the shares of the minibatch are made in every call."""
+    import numpy as np
     import torch
 
     import moerl
-    from moerl.algorithms.aggregation import sequence_weights
+    from moerl.algorithms.aggregation import build_aggregation
     from moerl.algorithms.types import LossInputs
     from moerl.types import TokenWeights
 
@@ -55,9 +56,11 @@ def moerl_steps(batch: Any) -> dict[str, Step]:
     presets = {"dapo_tis": "dapo"}
 
     def step(method: Any) -> Step:
+        weigh = build_aggregation(method.section.aggregation)
+
         def evaluate(logprobs: Any) -> Any:
-            shares = sequence_weights(method.section.aggregation, batch.lengths, torch.arange(count))
-            weights = TokenWeights.shared(shares.float().index_select(0, seq_ids))
+            shares = weigh(batch.lengths, torch.arange(count)).float()
+            weights = TokenWeights.shared(torch.from_numpy(np.repeat(shares.numpy(), batch.lengths.numpy())))
             inputs = LossInputs(
                 logprobs=logprobs,
                 rollout_logprobs=rollout,

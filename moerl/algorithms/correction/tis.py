@@ -36,5 +36,6 @@ class TisConfig(TokenWeightConfig):
 def tis(x: LossInputs, cfg: TisConfig) -> TokenCorrection:
     """w = clip(u, 0, cap), k = 1."""
     u = log_mismatch(x, cfg.level).exp()
-    weight = reduce_weight(u.clamp(max=cfg.cap), x, cfg)
-    return TokenCorrection(weight, all_kept(x), {"mm/tis_clip": u > cfg.cap})
+    truncated = u.clamp(max=cfg.cap)
+    beyond = (u - truncated).sign_()  # 1 where the cap binds
+    return TokenCorrection(reduce_weight(truncated, x, cfg), all_kept(x), {"mm/tis_clip": beyond})

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moerl.algorithms.checks import check_above, check_range
 from moerl.algorithms.registries import trust_regions
-from moerl.algorithms.surrogate import clipped_surrogate
+from moerl.algorithms.surrogate import clip_once, clipped_surrogate
 from moerl.algorithms.types import LossInputs, TokenLoss
 
 
@@ -32,8 +32,14 @@ class ClipConfig:
             check_above("trust.delta", self.delta, 1.0 + self.hi)
 
 
-@trust_regions.register("clip", ClipConfig, form="ratio", elementwise=True)
+def _clips_once(cfg: ClipConfig) -> bool:
+    return cfg.dual_c is None and cfg.delta is None
+
+
+@trust_regions.register("clip", ClipConfig, form="ratio", elementwise=True, has_slope=_clips_once)
 def clip(log_ratio: Tensor, x: LossInputs, cfg: ClipConfig) -> TokenLoss:
     """PPO's pessimistic surrogate."""
     bounds = (1 - cfg.lo, 1 + cfg.hi)
+    if _clips_once(cfg):
+        return clip_once(log_ratio, x.advantages, *bounds)
     return clipped_surrogate(log_ratio.exp(), x.advantages, bounds, dual_c=cfg.dual_c, delta=cfg.delta)

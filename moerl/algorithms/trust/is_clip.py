@@ -25,7 +25,11 @@ class IsClipConfig:
         check_range("trust.max", self.max, 1.0)
 
 
-@trust_regions.register("is_clip", IsClipConfig, form="score")
+def _always(cfg: IsClipConfig) -> bool:
+    return True
+
+
+@trust_regions.register("is_clip", IsClipConfig, form="score", has_slope=_always)
 def is_clip(log_ratio: Tensor, x: LossInputs, cfg: IsClipConfig) -> TokenLoss:
     """-sg[clip(ratio)] A lp."""
     ratio = log_ratio.detach().exp()
@@ -38,4 +42,5 @@ def is_clip(log_ratio: Tensor, x: LossInputs, cfg: IsClipConfig) -> TokenLoss:
         above, below = above & (x.advantages > 0), below & (x.advantages < 0)
         weight = weight * ~(above | below)
         metrics = {"pg/clip_high": above, "pg/clip_low": below}
-    return TokenLoss((-weight * x.advantages) * x.logprobs, metrics, ratio)
+    slope = -weight * x.advantages
+    return TokenLoss(slope * x.logprobs, metrics, ratio, slope)

@@ -9,7 +9,7 @@ from torch import Tensor
 from moerl.algorithms.checks import check_range
 from moerl.algorithms.ratio import LOG_RATIO_LIMIT, clamp_log_ratio
 from moerl.algorithms.registries import trust_regions
-from moerl.algorithms.segments import masked_seq_mean
+from moerl.algorithms.segments import masked_seq_means, seq_lengths, spread
 from moerl.algorithms.surrogate import hold_by_sign
 from moerl.algorithms.types import LossInputs, TokenLoss
 
@@ -26,13 +26,21 @@ class LogClipConfig:
         check_range("trust.hi", self.hi, 0.0)
 
 
-@trust_regions.register("log_clip", LogClipConfig, form="ratio")
+def _always(cfg: LogClipConfig) -> bool:
+    return True
+
+
+@trust_regions.register("log_clip", LogClipConfig, form="ratio", has_slope=_always)
 def log_clip(log_ratio: Tensor, x: LossInputs, cfg: LogClipConfig) -> TokenLoss:
     """-A exp(mean of clipped token log-ratios); `x.router_shift`, where it is left, multiplies after the clip."""
-    held, moved = hold_by_sign(log_ratio, x.advantages, -cfg.lo, cfg.hi)
+    held, moved, inside = hold_by_sign(log_ratio, x.advantages, -cfg.lo, cfg.hi)
     if "router_shift" in x.optional:
         held = held + x.router_shift.log()
-    mean = masked_seq_mean(held, x.mask, x.seq_ids, x.num_seqs)
+    means, counts = masked_seq_means(held, x.mask, x.seq_ids, x.num_seqs)
+    lengths = seq_lengths(x.seq_ids, x.num_seqs)
+    loss = spread(clamp_log_ratio(means).exp(), x.seq_ids, lengths) * x.advantages.neg()
+    beyond = (means.detach().abs() > LOG_RATIO_LIMIT).to(loss.dtype)
+    slope = (inside * loss.detach()).mul_(spread((1 - beyond) / counts, x.seq_ids, lengths))
     metrics = {"pg/clip_low": moved.clamp(min=0), "pg/clip_high": moved.neg().clamp_(min=0)}
-    metrics["pg/clamped"] = mean.detach().abs() > LOG_RATIO_LIMIT
-    return TokenLoss(clamp_log_ratio(mean).exp() * x.advantages.neg(), metrics)
+    metrics["pg/clamped"] = spread(beyond, x.seq_ids, lengths)
+    return TokenLoss(loss, metrics, slope=slope, is_shared=True)
