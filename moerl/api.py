@@ -176,7 +176,11 @@ class Method:
         for name in self.needs:
             has = name in batch.columns or stand_ins.get(name) in batch.columns
             if not has and name not in ("old_logprobs", *PER_SEQUENCE_FIELDS):
-                raise DataError(f"the method reads {name}, which was not given; give it per token, like logprobs")
+                is_of_kl = name == "ref_logprobs" and self.section.kl.place != "none"
+                instead = ", or set kl.place to none" if is_of_kl else ""
+                raise DataError(
+                    f"the method reads {name}, which was not given; give it per token, like logprobs{instead}"
+                )
 
     def _check_constant(self, micro: MicroBatch) -> None:
         if not self.objective.constant_advantage or not micro.mask.any():

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from moerl.api import Evaluation
 
+ROUNDING = 1e-6
+"""Of the largest gradient: what is closer than this is the same number, computed in another order."""
+
 
 @dataclass(frozen=True)
 class TokenGap:
@@ -66,7 +69,9 @@ def compare(results: Mapping[str, Evaluation], *, num_tokens: int = 10) -> Compa
     base = gradients[names[0]]
     figures: dict[str, dict[str, float | None]] = {}
     for name, result in results.items():
-        differ = (gradients[name] - base).abs() > 1e-6 * torch.maximum(base.abs().max(), gradients[name].abs().max())
+        differ = (gradients[name] - base).abs() > ROUNDING * torch.maximum(
+            base.abs().max(), gradients[name].abs().max()
+        )
         figures[name] = {
             **summarise(result),
             "cosine": _cosine(gradients[name], base),
@@ -75,7 +80,7 @@ def compare(results: Mapping[str, Evaluation], *, num_tokens: int = 10) -> Compa
     stacked = torch.stack([gradients[name] for name in names])
     spread = stacked.amax(0) - stacked.amin(0)
     order = torch.argsort(spread, descending=True, stable=True)[:num_tokens]
-    chosen = [int(index) for index in order if spread[index] > 0]
+    chosen = [int(index) for index in order if spread[index] > ROUNDING * stacked.abs().max()]
     return Comparison(figures, tuple(_gap(first, index, results, gradients) for index in chosen))
 
 

@@ -9,7 +9,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from moerl.api import Evaluation, Method
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--compare {args.compare!r}: give different presets, separated by commas")
     methods = {name: _method(name, args) for name in names}
     batch = _batch(args)
-    results: dict[str, Evaluation] = {name: method.evaluate(batch) for name, method in methods.items()}
+    results = {name: _evaluation(name, method, batch) for name, method in methods.items()}
     if args.preset:
         figures = summarise(results[args.preset])
         _print_json({"method": args.preset, **figures}) if args.json else _print_figures({args.preset: figures})
@@ -89,6 +89,13 @@ def _method(name: str, args: argparse.Namespace) -> Method:
             listed = ", ".join(str(node["name"]) for node in nodes)
             logger.warning("%s: its %s (%s) act where answers are sampled, not on this batch", name, kind, listed)
     return method
+
+
+def _evaluation(name: str, method: Method, batch: TokenBatch) -> Evaluation:
+    try:
+        return method.evaluate(batch)
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from error
 
 
 def _batch(args: argparse.Namespace) -> TokenBatch:
@@ -130,7 +137,9 @@ def _print_tokens(gaps: Any, names: list[str]) -> None:
     for gap in gaps:
         advantages = list(gap.advantages.values())[: len(credit)]
         where = [str(gap.sequence), str(gap.position), "-" if gap.token_id is None else str(gap.token_id)]
-        rows.append([*where, *(f"{value:.3g}" for value in (gap.log_ratio, *advantages, *gap.gradients.values()))])
+        rows.append(
+            [*where, *(f"{value + 0.0:.3g}" for value in (gap.log_ratio, *advantages, *gap.gradients.values()))]
+        )
     columns = ["seq", "pos", "token", "log ratio", *credit, *(f"grad {name}" for name in names)]
     _print_table("where the gradients differ most", columns, rows)
 
@@ -140,11 +149,13 @@ def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for index, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=index == 0)  # names are there to be copied
     for row in rows:
         table.add_row(*row)
-    Console(file=sys.stdout).print(table)
+    # A file or a pipe has no width: one line a row, so that grep finds it whole.
+    width = None if sys.stdout.isatty() else sum(max(map(len, cells)) + 3 for cells in zip(columns, *rows, strict=True))
+    Console(file=sys.stdout, width=None if width is None else width + 1).print(table)
 
 
 def _print_json(value: Any) -> None:
@@ -152,4 +163,4 @@ def _print_json(value: Any) -> None:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
+    return "-" if value is None else f"{value + 0.0:.6g}"  # the sum makes -0 a plain 0

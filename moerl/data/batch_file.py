@@ -68,7 +68,10 @@ def read_batch(
     }
     if kind not in readers:
         raise DataError(f"format {kind!r} is unknown; one of {', '.join(FORMATS)}")
-    return readers[kind]()
+    try:
+        return readers[kind]()
+    except DataError as error:  # what is wrong with the tensors does not say where they are from
+        raise error if str(path) in str(error) else DataError(f"{path}: {error}") from error
 
 
 def read_json(path: str | Path) -> TokenBatch:
@@ -109,8 +112,10 @@ def _check_row(row: Mapping[str, Any], wanted: set[str], where: str) -> None:
     unknown = set(row) - _KEYS
     if unknown:
         raise DataError(f"{where} has the unknown key {sorted(unknown)[0]!r}; known: {', '.join(sorted(_KEYS))}")
-    if "logprobs" not in row:
-        raise DataError(f"{where} has no logprobs; give one number a token")
+    if not isinstance(row.get("logprobs"), list):
+        raise DataError(f"{where} has no list of logprobs; give one number a token")
+    if not isinstance(row.get("group", 0), int | str):
+        raise DataError(f"{where}.group is {row['group']!r}; give a whole number or a text")
     differ = sorted(set(row) ^ wanted)
     if differ:
         raise DataError(f"{where} and sequences[0] differ in {', '.join(differ)}; a key that one has, all must have")
@@ -118,11 +123,10 @@ def _check_row(row: Mapping[str, Any], wanted: set[str], where: str) -> None:
 
 def _tokens(path: str | Path, rows: list[dict[str, Any]], name: str) -> Tensor:
     for i, row in enumerate(rows):
-        seen = len(row[name]) if isinstance(row[name], list) else row[name]
-        if seen != len(row["logprobs"]):
-            raise DataError(
-                f"{path}: sequences[{i}].{name} is {seen!r} long, but logprobs has {len(row['logprobs'])} entries"
-            )
+        wanted = len(row["logprobs"])
+        if not isinstance(row[name], list) or len(row[name]) != wanted:
+            seen = f"has {len(row[name])} entries" if isinstance(row[name], list) else f"is {row[name]!r}"
+            raise DataError(f"{path}: sequences[{i}].{name} {seen}; give a list of {wanted}, as logprobs is")
     return _numbers(path, [value for row in rows for value in row[name]], name)
 
 

@@ -96,12 +96,17 @@ def load_extra(path: str | Path) -> dict[str, Any]:
 
 
 def _open(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    if not Path(path).is_file():
+        raise DataError(f"{path}: there is no such file; give a batch that moerl dumped")
     try:
+        with zipfile.ZipFile(path) as archive:  # numpy takes any other file for a pickle and says so
+            archive.namelist()
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
         header = json.loads(arrays.pop("header").tobytes())
-    except (OSError, ValueError, KeyError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path}: is not a whole batch dump ({error}); give a file that moerl dumped") from error
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        reason = "pickled objects, which could run code" if "allow_pickle" in str(error) else str(error)
+        raise DataError(f"{path}: is not a whole batch dump ({reason}); give a file that moerl dumped") from error
     if header.get("format") != FORMAT:
         raise DataError(
             f"{path}: dump format {header.get('format')}, this moerl reads {FORMAT}; use the version that wrote it"

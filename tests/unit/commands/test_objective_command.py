@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,10 +122,13 @@ def test_a_dump_of_the_loop(dump, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda rows: rows[0].pop("logprobs"), "sequences[0] has no logprobs"),
+        (lambda rows: rows[0].pop("logprobs"), "sequences[0] has no list of logprobs"),
         (lambda rows: rows[1].pop("reward"), "sequences[1] and sequences[0] differ in reward"),
         (lambda rows: rows[1].update(rewrad=1), "unknown key 'rewrad'"),
-        (lambda rows: rows[1].update(old_logprobs=[1.0]), "sequences[1].old_logprobs is 1 long"),
+        (lambda rows: rows[1].update(old_logprobs=[1.0]), "sequences[1].old_logprobs has 1 entries; give a list of 2"),
+        (lambda rows: rows[1].update(old_logprobs=-1.0), "sequences[1].old_logprobs is -1.0; give a list of 2"),
+        (lambda rows: rows[0].update(logprobs=-1.0), "sequences[0] has no list of logprobs"),
+        (lambda rows: rows[1].update(group=["a"]), "sequences[1].group is ['a']; give a whole number or a text"),
         (lambda rows: rows[1].update(reward="high"), "reward must be numbers"),
         (lambda rows: rows.clear(), 'must hold {"sequences": [...]}'),
     ],
@@ -154,6 +158,34 @@ def test_json_that_is_wrong(tmp_path, capsys, change, message):
 def test_wrong_arguments(arguments, message, capsys):
     assert main(["objective", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_table_for_a_pipe_has_one_line_for_each_preset(capsys):
+    assert main(["objective", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if "reinforce_pp_baseline" in line]
+    assert "REINFORCE++ with the group's mean as baseline and a k2 KL in the loss" in line
+    assert "old_logprobs, ref_logprobs" in line
+
+
+def test_what_a_method_lacks_names_the_method_and_the_way_without(small, capsys):
+    assert main(["objective", "--compare", "gspo,grpo", "--batch", small]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "grpo: the method reads ref_logprobs, which was not given; give it per token, like logprobs, or set " in error
+    )
+    assert "kl.place to none" in error
+    assert main(["objective", "--compare", "gspo,grpo", "--batch", small, "kl.place=none"]) == 0
+
+
+def test_wrong_shapes_name_the_file(dump, capsys):
+    with np.load(dump) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    np.savez(dump, **{**arrays, "m0.0.rollout_logprobs": arrays["m0.0.rollout_logprobs"][:-1]})
+    assert main(["objective", "--preset", "gspo", "--batch", dump]) == 2
+    error = capsys.readouterr().err
+    assert f"{dump}: " in error
+    assert "rollout_logprobs has shape" in error
 
 
 def test_a_minibatch_that_is_not_there(dump, capsys):

@@ -254,9 +254,13 @@ def test_damaged_dumps_are_refused(tmp_path):
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
     np.savez(tmp_path / "pickled.npz", header=np.array([{}], dtype=object))
     np.savez(tmp_path / "newer.npz", header=np.frombuffer(json.dumps({"format": 9}).encode(), np.uint8))
-    for name in ("cut", "other", "pickled", "missing"):
-        with pytest.raises(DataError, match=rf"{name}\.npz: is not a whole batch dump"):
+    (tmp_path / "text.npz").write_text("hello")
+    reasons = {"cut": "not a zip file", "text": "not a zip file", "other": "'header'", "pickled": "could run code"}
+    for name, reason in reasons.items():
+        with pytest.raises(DataError, match=rf"{name}\.npz: is not a whole batch dump \(.*{reason}\)"):
             load_step_batch(tmp_path / f"{name}.npz")
+    with pytest.raises(DataError, match=r"missing\.npz: there is no such file"):
+        load_step_batch(tmp_path / "missing.npz")
     with pytest.raises(DataError, match="dump format 9, this moerl reads 1"):
         load_step_batch(tmp_path / "newer.npz")
 
@@ -293,4 +297,4 @@ def test_inspect_says_what_is_wrong(tmp_path, capsys):
     assert inspect_tool().main([str(path), "--sample", "9"]) == 1
     assert "has no sample 9; it has 0, 1" in capsys.readouterr().err
     assert inspect_tool().main([str(tmp_path / "no.npz")]) == 1
-    assert "is not a whole batch dump" in capsys.readouterr().err
+    assert "there is no such file" in capsys.readouterr().err
