@@ -46,8 +46,10 @@ def load_plain(path: str | Path, *, what: str, instead: str) -> Any:
             f"{instead}"
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(f"{path}: is not a whole torch.save file ({reason[0]}); give {what}") from error
+        lines = str(error).strip().splitlines()
+        # Of other bytes torch names the first, as if it were a key.
+        reason = lines[0] if lines and not isinstance(error, KeyError) else "it is of another kind"
+        raise DataError(f"{path}: is not a whole torch.save file ({reason}); give {what}") from error
 
 
 def _culprit(error: pickle.UnpicklingError) -> str:

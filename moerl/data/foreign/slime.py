@@ -64,6 +64,9 @@ def read_slime(
 
 
 def _read_rollout(path: str, samples: list[Any], reward_key: str | None, group_size: int | None) -> TokenBatch:
+    for i, sample in enumerate(samples):
+        if not isinstance(sample, Mapping):
+            raise DataError(f"{path}: samples[{i}] is {sample!r:.60}, but must be the mapping of Sample.to_dict()")
     usable = [(i, sample) for i, sample in enumerate(samples) if sample.get("status") not in UNUSABLE]
     if not usable:
         raise DataError(f"{path}: none of its {len(samples)} samples is complete; dump a step that finished")
@@ -116,7 +119,9 @@ def _read_train(path: str, data: Mapping[str, Any], group_size: int | None, keep
         old_logprobs=policy.clone(),
         mask=rows("loss_masks").bool() if "loss_masks" in present else torch.ones(len(policy), dtype=torch.bool),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
-        rewards=torch.tensor([float(reward) for reward in rewards], dtype=torch.float64),
+        rewards=torch.tensor(
+            [_reward(reward, None, f"{where}[{i}]") for i, reward in enumerate(rewards)], dtype=torch.float64
+        ),
         group_ids=torch.tensor([int(index) // group_size for index in indices]),
     )
     columns = {"rollout_logprobs": "rollout_log_probs", "ref_logprobs": "ref_log_probs", "old_values": "values"}
@@ -137,7 +142,10 @@ def _field(mapping: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def _row(values: Sequence[float] | Tensor, length: int, where: str) -> Tensor:
-    row = torch.as_tensor(values, dtype=torch.float32).flatten()
+    try:
+        row = torch.as_tensor(values, dtype=torch.float32).flatten()
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where} must hold numbers, one a token ({error}); dump it again") from error
     if len(row) != length:
         raise DataError(f"{where} has {len(row)} entries, but the response has {length} tokens")
     return row
@@ -154,8 +162,11 @@ def _reward(reward: Any, key: str | None, where: str) -> float:
     if isinstance(reward, Mapping):
         if key is None or key not in reward:
             raise DataError(f"{where}.reward has the keys {', '.join(map(str, reward))}; give reward_key, one of them")
-        return float(reward[key])
-    return float(reward)
+        return _reward(reward[key], key, where)
+    try:
+        return float(reward)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}.reward is {reward!r:.60}, but must be a number; dump final rewards") from error
 
 
 def _group(group_index: int | None, position: int, group_size: int | None, where: str) -> int:

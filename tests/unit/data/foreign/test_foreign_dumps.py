@@ -100,6 +100,8 @@ def test_slime_train_data(tmp_path):
         ({"loss_mask": [1]}, r"loss_mask has 1 entries"),
         ({"tokens": [1]}, "fewer than response_length"),
         ({"reward": {"format": 1.0, "answer": 0.0}}, "keys format, answer; give reward_key"),
+        ({"reward": "good"}, r"samples\[0\].reward is 'good', but must be a number"),
+        ({"rollout_log_probs": ["a", "b", "c"]}, r"samples\[0\].rollout_log_probs must hold numbers, one a token"),
         ({"group_index": None}, "give group_size"),
         ({"status": "aborted"}, "none of its 1 samples is complete"),
     ],
@@ -123,6 +125,11 @@ def test_other_content_is_refused(tmp_path):
     (tmp_path / "text.pt").write_bytes(b"PK\x03\x04 not whole")
     with pytest.raises(DataError, match="is not a whole"):
         read_slime(tmp_path / "text.pt")
+    (tmp_path / "text.pt").write_bytes(b"hello")
+    with pytest.raises(DataError, match=r"is not a whole torch.save file \(it is of another kind\)"):
+        read_slime(tmp_path / "text.pt")
+    with pytest.raises(DataError, match=r"samples\[0\] is 7, but must be the mapping"):
+        read_slime(save(tmp_path / "a.pt", {"samples": [7]}))
 
 
 class Trap:
