@@ -358,7 +358,8 @@ def _valued(micro: MicroBatch, token_rewards: Tensor, credit: ValueCredit) -> tu
     assert micro.old_values is not None
     paid = token_rewards + on_last_token(micro.advantages.double(), micro.mask, micro.seq_ids)
     advantages, returns = credit(paid, micro.old_values, micro.mask, micro.seq_ids, micro.num_seqs)
-    return replace(micro, advantages=torch.zeros_like(micro.advantages), returns=returns.float()), advantages
+    rest = torch.zeros_like(micro.advantages)
+    return replace(micro, advantages=rest, returns=returns.to(rest.dtype)), advantages
 
 
 def _finish(
@@ -376,12 +377,13 @@ def _finish(
     else:
         base = micro.advantages.double() if anew is None else torch.from_numpy(anew[ids]).to(device)[micro.seq_ids]
         values = torch.where(micro.mask, base + look.extra, 0.0)
-    micro = replace(micro, advantages=values.float())
+    micro = replace(micro, advantages=values.to(micro.advantages.dtype))
     if shares is None:
         return micro
     lengths = micro.cu_seqlens.diff().cpu().numpy()
     arrays = token_weights(shares, ids, lengths, micro.mask.cpu().numpy())
-    tensors = {term: torch.from_numpy(values).float().to(device) for term, values in arrays.items()}
+    dtype = micro.weights.policy.dtype
+    tensors = {term: torch.from_numpy(values).to(device, dtype) for term, values in arrays.items()}
     return replace(micro, weights=as_token_weights(tensors))
 
 
