@@ -16,7 +16,7 @@ from moerl.algorithms.registries import objectives
 from moerl.algorithms.types import OLD_PASS
 from moerl.build_credit import MinibatchWeights, build_token_rules, credit_state
 from moerl.config.schema import AlgorithmSection
-from moerl.credit import CreditRules, credit_inputs
+from moerl.credit import CreditRules, credit_inputs, in_whole_pairs
 from moerl.data.batch import as_token_weights, token_weights
 from moerl.data.token_batch import TokenBatch
 from moerl.errors import DataError
@@ -115,7 +115,10 @@ class BatchCredit:
         values, _ = group_advantages(rule, credit_inputs(samples, names, credit_state(self.section)))
         replacing, _ = objectives.resolve(self.section.objective, where="algorithm.objective")
         pairs = bool(replacing.traits.get("pairs", False))
-        mask = batch.mask & (values != 0)[batch.seq_ids] if pairs else batch.mask
+        mask = batch.mask
+        if pairs:
+            kept = in_whole_pairs(values.numpy(), batch.groups.numpy(), (batch.lengths > 0).numpy())
+            mask = mask & torch.from_numpy(kept)[batch.seq_ids]
         return values[batch.seq_ids].to(dtype), mask
 
     def _column(self, batch: TokenBatch, name: str) -> Tensor:

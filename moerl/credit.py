@@ -76,6 +76,8 @@ def credit(groups: Sequence[RolloutGroup], rules: CreditRules) -> tuple[list[Sam
     samples = [
         _credited(sample, float(advantage), rules) for sample, advantage in zip(samples, advantages, strict=True)
     ]
+    if not rules.trains_on_zero:
+        samples = _whole_pairs(samples)
     emptied = sum(not sample.loss_mask.any() for sample in samples)
     return samples, merge_into(metrics, {"advantage/masked_samples": Sum(float(emptied))})
 
@@ -94,6 +96,29 @@ def credit_inputs(
         shaping=torch.tensor([sample.shaping for sample in samples], dtype=torch.float64),
         state=state,
     )
+
+
+def in_whole_pairs(advantages: np.ndarray, group_ids: np.ndarray, live: np.ndarray) -> np.ndarray:
+    """[n] bool: answers that are the better or the worse one of a pair of which both have a live token.
+
+    Args:
+        advantages: [n], above 0 for the better one of a group, below 0 for the worse one.
+        group_ids: [n].
+        live: [n] bool.
+    """
+    better, worse = group_ids[live & (advantages > 0)], group_ids[live & (advantages < 0)]
+    return live & (advantages != 0) & np.isin(group_ids, better) & np.isin(group_ids, worse)
+
+
+def _whole_pairs(samples: Sequence[Sample]) -> list[Sample]:
+    """Without the half pairs that are left where a filter masked the other answer."""
+    signs = np.array([sample.advantages[sample.loss_mask][:1].sum() for sample in samples])
+    groups = np.array([sample.group_id for sample in samples])
+    kept = in_whole_pairs(signs, groups, np.array([sample.loss_mask.any() for sample in samples]))
+    return [
+        sample if keep else replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+        for sample, keep in zip(samples, kept, strict=True)
+    ]
 
 
 def _rows(group_id: int, group: RolloutGroup, rules: CreditRules) -> list[Row]:
@@ -128,6 +153,7 @@ def _sample(index: int, row: Row, shaping: float, rules: CreditRules) -> Sample:
         routed_experts=trajectory.routed_experts,
         has_route=trajectory.has_route,
         support=trajectory.support,
+        top_logprobs=trajectory.top_logprobs,
         components=components if row.counted else np.full_like(components, np.nan, dtype=np.float64),
         shaping=shaping,
         response_length=trajectory.response_length,

@@ -200,3 +200,18 @@ def test_samples_carry_what_the_rollout_recorded():
     samples, _ = credit([group(0, one, trajectory(0.0))], rules())
     assert samples[0].has_route is one.has_route
     assert samples[1].routed_experts is None
+
+
+@pytest.mark.parametrize("cut", [0, 1], ids=["the better one is masked", "the worse one is masked"])
+def test_half_a_pair_does_not_train(cut):
+    """A filter masked one answer of the pair: the other has nothing to be compared with; other groups go on."""
+    pair = [trajectory(1.0, tag=1), trajectory(0.0, tag=2), trajectory(0.5, tag=3)]
+    pair[cut] = dataclasses.replace(pair[cut], finish_reason="length")
+    groups = [group(0, *pair), group(1, trajectory(0.0, tag=4), trajectory(1.0, tag=5))]
+    pairs = dataclasses.replace(
+        rules(filters=[{"name": "overlong"}], center="none", scale="none", transform={"name": "best_worst"}),
+        trains_on_zero=False,
+    )
+    samples, metrics = credit(groups, pairs)
+    assert [bool(s.loss_mask.any()) for s in samples] == [False, False, False, True, True]
+    assert to_floats(metrics)["advantage/masked_samples"] == 3.0
