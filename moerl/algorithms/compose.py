@@ -176,9 +176,18 @@ def _anchors(axes: Axes) -> Iterator[str]:
 
 def _corrections(axes: Axes) -> Iterator[str]:
     correction, level = axes.name("correction"), axes["level"]
-    if level != "geo_clip" or correction not in MISMATCH_WEIGHTS:
+    if correction not in MISMATCH_WEIGHTS:
         return
     is_token = correction in ("icepop", "seq_mask_tis") or axes.argument("correction", "level", "token") == "token"
+    if axes.name("trust") == "gamma_kernel" and not is_token:
+        yield (
+            f"algorithm.trust is 'gamma_kernel' with algorithm.correction {correction!r} of level "
+            f"{axes.argument('correction', 'level', 'token')!r}: the weights of an answer's tokens multiply inside the "
+            "kernel's ratio, where one weight for all of them would count once a token; set "
+            "algorithm.correction.level to token"
+        )
+    if level != "geo_clip":
+        return
     if not is_token or axes.argument("correction", "w_reduce", "none") == "geo_mean":
         return
     fixes = {

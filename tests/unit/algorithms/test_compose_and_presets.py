@@ -67,6 +67,11 @@ FAULTS = {
         ("importance", "straight_through"),
     ),
     "token weights in a geometric mean": (GMPO | {"correction": {"name": "tis"}}, ("'geo_clip'", "'tis'", "w_reduce")),
+    "one weight of an answer in VESPO's kernel": (
+        {"form": "score", "level": "seq_prod", "trust": {"name": "gamma_kernel"}}
+        | {"correction": {"name": "tis", "level": "seq"}},
+        ("'gamma_kernel'", "'tis' of level 'seq'", "correction.level to token"),
+    ),
     "icepop in a geometric mean": (GMPO | {"correction": {"name": "icepop"}}, ("'geo_clip'", "'icepop'", "mis")),
 }
 
