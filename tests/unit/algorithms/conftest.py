@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from moerl.algorithms.types import LossInputs
 from moerl.config.schema import AlgorithmSection
 from moerl.metrics import to_floats
 from moerl.types import TokenWeights
+
+sys.path.append(str(Path(__file__).parent))  # tests of this folder import the `oracle_*` files beside them
 
 BUDGET = 4
 
