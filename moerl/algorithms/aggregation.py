@@ -31,7 +31,7 @@ class Lengths:
         """N_tok, at least 1."""
         return max(float(self.tokens[self.live].sum()), 1.0)
 
-    def num_seqs(self, *, count_empty: bool = False) -> float:
+    def num_seqs(self, *, count_empty: bool) -> float:
         """N_seq, at least 1; with `count_empty` sequences without a live token count too."""
         return max(float(len(self.live) if count_empty else self.live.sum()), 1.0)
 

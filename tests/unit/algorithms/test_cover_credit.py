@@ -10,6 +10,8 @@ import torch
 
 from moerl.algorithms.adaptive import Coefficients
 from moerl.algorithms.advantage.credit import group_advantages
+from moerl.algorithms.advantage.history import HISTORY, Pooled, PromptHistory
+from moerl.algorithms.advantage.reward_table import RewardTable
 from moerl.algorithms.load_metrics import LoadTracker, load_of_counts
 from moerl.algorithms.returns import returns_to_go
 from moerl.algorithms.types import CreditInputs
@@ -19,16 +21,58 @@ from moerl.errors import CheckpointError
 from moerl.metrics import to_floats
 
 
-def credit_inputs(rewards):
+def credit_inputs(rewards, groups=None, shaping=None, **state):
     rows = len(rewards)
     return CreditInputs(
         rewards=torch.tensor(rewards, dtype=torch.float64).unsqueeze(1),
         reward_weights=torch.ones(1, dtype=torch.float64),
-        group_ids=torch.zeros(rows, dtype=torch.int64),
+        group_ids=torch.tensor(groups or [0] * rows),
         lengths=torch.ones(rows, dtype=torch.int64),
-        prompt_ids=("p",) * rows,
-        shaping=torch.zeros(rows, dtype=torch.float64),
+        prompt_ids=tuple(f"p{group}" for group in groups or [0] * rows),
+        shaping=torch.tensor(shaping or [0.0] * rows, dtype=torch.float64),
+        state=state,
     )
+
+
+def test_a_group_that_nobody_scored_is_not_one_without_spread():
+    _, metrics = group_advantages(
+        AdvantageSection(), credit_inputs([math.nan, math.nan, 1.0, 1.0, 0.5], [0, 0, 1, 1, 2])
+    )
+    seen = to_floats(metrics)
+    assert seen["advantage/zero_variance_groups"] == 1
+    assert seen["advantage/singleton_groups"] == 1
+    assert seen["advantage/unscored"] == 2
+
+
+def test_shaping_that_is_not_finite_leaves_the_row_unscored():
+    advantages, metrics = group_advantages(
+        AdvantageSection(scale="none"), credit_inputs([1.0, 0.0, 1.0], shaping=[0.0, 0.0, math.nan])
+    )
+    assert advantages.tolist() == [0.5, -0.5, 0.0]
+    assert to_floats(metrics)["advantage/unscored"] == 1
+
+
+def test_statistics_of_one_scored_row():
+    table = RewardTable.build(AdvantageSection(std_ddof=1), credit_inputs([math.nan, 0.75], [0, 1]))
+    assert table.batch_mean(table.rewards) == 0.75
+    assert table.batch_std(table.rewards) == 0
+    assert Pooled(1, 1, 0.5, 0.0).std(1) == 0
+
+
+def test_a_batch_of_equal_rewards_gives_exact_zeros():
+    section = AdvantageSection(center="batch_mean", scale="batch_std_raw", eps=0.0)
+    assert group_advantages(section, credit_inputs([0.1] * 3))[0].tolist() == [0.0] * 3
+    spread = group_advantages(section, credit_inputs([0.1, 0.1, 0.4, 0.4], [0, 0, 1, 1]))[0]
+    assert spread.abs().min() > 0.8  # a group without spread counts where center and scale are the batch's
+
+
+def test_a_prompts_history_takes_a_single_answer_and_skips_what_nobody_scored():
+    history = PromptHistory()
+    section = AdvantageSection(center="history", transform={"name": "sas"})
+    rewards, groups = [math.nan, 0.5, 1.0, 0.0], [0, 1, 2, 2]
+    advantages, _ = group_advantages(section, credit_inputs(rewards, groups, **{HISTORY: history}))
+    assert advantages.tolist() == pytest.approx([0.0, 0.0, 1.0, -1.0], abs=1e-5)
+    assert {name: pooled.count for name, pooled in history.prompts.items()} == {"p1": 1, "p2": 2}
 
 
 def test_returns_to_go_are_sums_over_the_rest_of_each_answer():
@@ -76,6 +120,9 @@ def test_values_are_credited_as_configured():
     first = 0.9 * 0.4 - 0.2
     assert advantages.tolist() == pytest.approx([first + 0.9 * 0.5 * 0.6, 0.6], abs=1e-7)
     assert returns.tolist() == pytest.approx([0.9, 1.0], abs=1e-7)  # lambda 1: the discounted reward itself
+    mask = torch.tensor([True, False])
+    advantages, returns = credit(rewards, values, mask, torch.zeros(2, dtype=torch.int64), 1)
+    assert advantages[1] == returns[1] == 0
 
 
 def test_the_entropy_bonus_is_applied_only_while_the_entropy_is_low():
