@@ -58,7 +58,13 @@ def batch(seed=0, dtype=torch.float64):
         weights=TokenWeights.shared(torch.tensor([0.05, 0.5, 0.125, 0.3], dtype=dtype)[seq_ids]),
         seq_ids=seq_ids,
         num_seqs=4,
-        optional={"old_logprobs": logprobs(), "ref_logprobs": logprobs()},
+        optional={
+            "old_logprobs": logprobs(),
+            "ref_logprobs": logprobs(),
+            "entropy": -logprobs(),
+            "old_entropy": -logprobs(),
+            "teacher_logprobs": logprobs(),
+        },
     )
 
 
@@ -79,7 +85,7 @@ def test_masked_tokens_get_exactly_zero_gradient(name):
         x,
         rollout_logprobs=torch.where(x.mask, x.rollout_logprobs, math.nan),
         advantages=torch.where(x.mask, x.advantages, math.inf),
-        optional={"old_logprobs": torch.where(x.mask, x.old_logprobs, -math.inf)},
+        optional={name: torch.where(x.mask, values, -math.inf) for name, values in x.optional.items()},
     )
     assert torch.equal(gradient_of(name, poisoned)[1], plain)
 
@@ -88,7 +94,8 @@ def test_masked_tokens_get_exactly_zero_gradient(name):
 def test_equal_policies_give_the_reinforce_gradient(name):
     x = batch()
     same = x.logprobs.detach()
-    x = dataclasses.replace(x, rollout_logprobs=same, optional={"old_logprobs": same, "ref_logprobs": same})
+    policies = dict.fromkeys(("old_logprobs", "ref_logprobs", "teacher_logprobs"), same)
+    x = dataclasses.replace(x, rollout_logprobs=same, optional={**x.optional, **policies})
     _, gradient = gradient_of(name, x)
     wanted = torch.where(x.mask, -x.weights.policy * x.advantages, 0)
     torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-15)
@@ -122,7 +129,7 @@ def test_micro_batches_add_up_to_the_whole(name):
 def test_extreme_ratios_stay_finite(name):
     x = batch(dtype=torch.float32)
     shifts = (-1e30, -200.0, -21.0, 21.0, 200.0, 1e30)
-    far = [dataclasses.replace(x, optional={"old_logprobs": x.old_logprobs + shift}) for shift in shifts]
+    far = [dataclasses.replace(x, optional={**x.optional, "old_logprobs": x.old_logprobs + shift}) for shift in shifts]
     far += [dataclasses.replace(x, rollout_logprobs=x.rollout_logprobs + shift) for shift in shifts]
     for moved in far:
         loss, gradient = gradient_of(name, moved)
@@ -138,9 +145,10 @@ def test_configs_reject_unknown_keys(registry):
 
 
 def test_the_tables_of_the_composition_rules_say_what_the_registries_say():
-    assert {name: trust_regions.get(name).traits["form"] for name in trust_regions.names()} == dict(TRUST_FORMS)
-    weighing = {name for name in corrections.names() if corrections.get(name).traits["weighs"]}
-    assert weighing == MISMATCH_WEIGHTS
+    """They know the losses that a rule speaks of; one that no rule speaks of is not in them."""
+    assert {name: trust_regions.get(name).traits["form"] for name in TRUST_FORMS} == dict(TRUST_FORMS)
+    assert TRUST_LEVELS.keys() <= TRUST_FORMS.keys()
+    assert all(corrections.get(name).traits["weighs"] for name in MISMATCH_WEIGHTS)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
