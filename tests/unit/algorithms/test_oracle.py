@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -10,23 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_batches import SPREADS, make_batch, per_token_advantages, tensors, with_faults
-from oracle_methods import BUDGET, CASES, COVERED, METHODS, Method, gradient, loss
+from oracle_methods import CASES, COVERED, METHODS, Method, gradient, loss
 from oracle_numbers import margin
+from oracle_product import case
 
-import moerl
 from moerl.algorithms import registries
 from moerl.algorithms.presets import PRESETS
 
 FLOAT_PRESETS = sorted(set(METHODS) - {"group_dpo"})  # of pairs the advantages are made, not given: see credit
 NEAR_A_KINK = 1e-5
 """Relative distance to a kink within which float32 may choose the other side."""
-
-
-@functools.cache
-def product(name):
-    if name in METHODS:
-        return moerl.objective(name, max_new_tokens=BUDGET)
-    return moerl.objective(**CASES[name][0])
 
 
 def method_of(name) -> Method:
@@ -61,7 +53,7 @@ def compare(name, batch, dtype):
     distance = margin()
     if dtype == torch.float32 and distance < NEAR_A_KINK:
         return
-    found = product(name)(**tensors(batch, dtype))
+    found = case(name)(**tensors(batch, dtype))
     assert found.gradient.dtype == dtype
     size = float(found.token_loss.detach().double().abs().sum())
     largest = float(wanted.abs().max())

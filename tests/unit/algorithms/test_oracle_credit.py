@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_batches import make_batch, tensors
 from oracle_credit import BATCH, CREDITS, GROUP, RAW, Credit, Memory, decoupled, plain, ranked
-from oracle_methods import BUDGET, METHODS, Method, gradient, loss
+from oracle_methods import METHODS, Method, gradient, loss
 from oracle_numbers import derivative
+from oracle_product import of_axes, preset
 from oracle_shares import Shares, group_dpo
 from oracle_terms import band, reject, tis, token_clip
 
@@ -102,7 +103,7 @@ COVERED = {
 
 @functools.cache
 def product(name):
-    return moerl.objective(name, max_new_tokens=BUDGET) if name in CREDITS else moerl.objective(**CASES[name][0])
+    return preset(name) if name in CREDITS else of_axes(CASES[name][0])
 
 
 def credit_of(name) -> Credit:
@@ -284,7 +285,7 @@ def test_what_is_removed_is_as_if_it_had_never_been_there(name, base, seed):
     rng = random.Random(seed)
     batch = make_batch(seed, "wild")
     batch = [dataclasses.replace(s, roll=[math.nan if rng.random() < 0.1 else x for x in s.roll]) for s in batch]
-    method = moerl.objective(**axes, correction={**node, "rejected": "remove"})
+    method = of_axes({**axes, "correction": {**node, "rejected": "remove"}})
     found = method(**tensors(batch, torch.float64, skip=("advantages",)))
     cut, weights = [], []
     for s in batch:
