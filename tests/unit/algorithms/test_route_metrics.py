@@ -88,6 +88,20 @@ def test_gamma_vector():
         assert values[f"route/gamma_{name}"] == pytest.approx(float(gamma.quantile(level)))
 
 
+def test_layers_are_a_mean_inside_the_exponent():
+    """Deviations of each token and layer; a product over the layers would be smaller."""
+    per_layer = torch.stack(
+        [
+            -router_shift_gamma(OLD_LOGQ.gather(-1, S_OLD)[:, [i]], NEW_LOGQ.gather(-1, S_OLD)[:, [i]]).log()
+            for i in range(2)
+        ],
+        1,
+    )
+    close(per_layer, [[0.20, 0.15], [0.10, 0.05], [0.15, 0.15]])
+    close((-per_layer.sum(1)).exp(), [0.704688, 0.860708, 0.740818])
+    close((-per_layer.mean(1)).exp(), [0.839457, 0.927743, 0.860708])
+
+
 def test_gamma_is_one_for_equal_routers_and_floors_the_logs():
     same = OLD_LOGQ.gather(-1, S_OLD)
     assert router_shift_gamma(same, same).tolist() == [1.0, 1.0, 1.0]
@@ -172,6 +186,11 @@ def test_load_vector():
         "load/dead": 0.5,
     }
     assert {name: old[name] for name in wanted_old} == pytest.approx(wanted_old, abs=TOLERANCE)
+    shares = {0: [1 / 6, 1 / 6, 1 / 3, 1 / 3], 1: [1 / 6, 1 / 3, 1 / 2, 0]}
+    for layer, wanted in shares.items():
+        even = torch.tensor(wanted, dtype=torch.float64) * 4
+        assert new[f"load/max/layer_00{layer}"] == pytest.approx(float(even.max()))
+        assert new[f"load/min/layer_00{layer}"] == pytest.approx(float(even.min()))
     assert new["load/entropy/layer_000"] == pytest.approx(0.959148, abs=TOLERANCE)
     assert new["load/entropy/layer_001"] == pytest.approx(0.729574, abs=TOLERANCE)
 

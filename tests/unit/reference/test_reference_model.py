@@ -153,6 +153,21 @@ def test_replayed_experts_get_gates_of_the_current_scores():
         assert not torch.equal(own.sort(-1).values, replay.sort(-1).values)
 
 
+def test_gates_of_a_replayed_set():
+    """Logits (2.1, .7, .9, -1): the router's own two experts, and a recorded pair that it would not choose."""
+    model = ReferenceModel.random(config(num_hidden_layers=1, norm_topk_prob=True), seed=0, std=0.4)
+    moe = model.model.layers[0].mlp
+    logits = torch.full((len(moe.experts),), -50.0)
+    logits[:4] = torch.tensor([2.1, 0.7, 0.9, -1.0])
+    x = torch.randn(1, 24, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        moe.gate.weight.copy_(logits[:, None] * x / x.square().sum())
+    outputs = [expert.down_proj(F.silu(expert.gate_proj(x)) * expert.up_proj(x)) for expert in moe.experts[:3]]
+    for chosen, (first, second) in (((0, 2), (0.768525, 0.231475)), ((0, 1), (0.802184, 0.197816))):
+        y, *_ = moe(x, torch.tensor([chosen]), None)
+        torch.testing.assert_close(y, first * outputs[0] + second * outputs[chosen[1]], atol=2e-6, rtol=1e-5)
+
+
 def test_replaying_its_own_routes_changes_nothing_and_gradient_reaches_the_router():
     model = ReferenceModel.random(config(), seed=1, std=0.3)
     ids, cuts = torch.randint(0, 37, (13,), generator=torch.Generator().manual_seed(3)), torch.tensor([0, 13])
