@@ -55,7 +55,7 @@ from moerl.protocols import Policy
 from moerl.records import Records, RecordSettings
 from moerl.run_folder import CHECKPOINTS, find_checkpoint, folder_of, is_finished, lock, model_id, prepare
 from moerl.telemetry.progress import Progress
-from moerl.telemetry.sinks import JsonlSink, LoadSink, Sinks, WandbSink
+from moerl.telemetry.sinks import JsonlSink, LoadSink, PassRateSink, Sinks, WandbSink
 from moerl.telemetry.timers import Timers
 from moerl.token_credit import TokenCredit
 from moerl.types import MicroBatch, RolloutGroup, Sample, StepBatch
@@ -160,7 +160,7 @@ def _rooms(
     stack: ExitStack,
 ) -> Rooms:
     filters = build_filters(cfg.algorithm.filters)
-    buffer, source = build_buffer(cfg, data, side, filters)
+    buffer, source = build_buffer(cfg, data, side, filters=filters, log_visits=records.visits)
     objective = build_objective(cfg.algorithm)
     memory = credit_state(cfg.algorithm)
     rules = build_credit_rules(cfg.algorithm, filters, data.reward_weights, memory)
@@ -288,6 +288,7 @@ def _records(cfg: RunConfig, folder: Path, policy: MegatronPolicy, resume_from: 
         ),
         sinks=Sinks(sinks),
         loads=LoadSink(folder, resume_step=first),
+        pass_rates=PassRateSink(folder, resume_step=first),
         progress=Progress(cfg.run.num_steps, max(first, 1), cfg.telemetry.progress),
         timers=Timers(),
         dump_batch=save_step_batch,

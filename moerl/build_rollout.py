@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from moerl.algorithms.filtering import Filters
+from moerl.build_answers import answer_reader, reward_section
 from moerl.config.schema import DatasetConfig, RunConfig
-from moerl.curriculum import Curriculum
+from moerl.curriculum import Curriculum, LogVisits
 from moerl.data.chat import ChatTokenizer
 from moerl.data.prompts import PromptMixture, PromptSet, check_disjoint, load_dataset
 from moerl.data.templating import resolve_template
@@ -23,9 +25,11 @@ from moerl.reference.sampling import Sampler
 from moerl.rewards.scorer import RewardScorer, build_scorer
 from moerl.rollout.buffer import RolloutBuffer
 from moerl.rollout.collect import Collector
+from moerl.rollout.described import GroupDescriber
 from moerl.rollout.engine import engines
 from moerl.rollout.engines.local_engine import LocalEngine, LocalEngineConfig
 from moerl.rollout.resample import ResamplingCollector
+from moerl.rollout.text_metrics import TextSettings, text_metrics
 from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -106,7 +110,7 @@ def load_data(cfg: RunConfig, *, with_train: bool = True) -> Data:
     if cfg.data.check_disjoint:
         check_disjoint(train, held_out)
     given = frozenset(item.name for item in train) if is_supervised(cfg) else frozenset()
-    inner = build_scorer(cfg.reward)
+    inner = build_scorer(reward_section(cfg))
     scorer = GivenScorer(inner, given)
     problems = scorer.check_prompts(p for one in (*train, *held_out) for p in one.prompts)
     if problems:
@@ -192,27 +196,39 @@ def build_evaluator(cfg: RunConfig, data: Data, side: RolloutSide) -> Evaluator:
         sampled=replace(plain, temperature=cfg.evaluation.temperature),
         num_samples=cfg.evaluation.num_samples,
         pass_at=cfg.evaluation.pass_at,
+        maj_at=cfg.evaluation.maj_at,
+        best_of=cfg.evaluation.best_of,
+        read=answer_reader(cfg),
     )
 
 
-def build_buffer(cfg: RunConfig, data: Data, side: RolloutSide, filters: Filters) -> tuple[Rollouts, PromptMixture]:
+def build_buffer(
+    cfg: RunConfig, data: Data, side: RolloutSide, *, filters: Filters, log_visits: LogVisits
+) -> tuple[Rollouts, PromptMixture]:
     """The buffer, with the filters of groups and prompts inside, and the source that it draws from."""
     source = PromptMixture(data.train, seed=cfg.run.seed, shuffle=cfg.data.shuffle)
-    curriculum = Curriculum(filters.prompt, sum(len(one.prompts) for one in data.train)) if filters.prompts else None
+    settings = TextSettings(tuple(cfg.telemetry.ngrams), tuple(cfg.telemetry.reflection_words))
+    describer = GroupDescriber(partial(text_metrics, settings=settings))
+    group_filter = describer.group_filter(filters.group)
+    curriculum = None
+    if filters.prompts or not is_supervised(cfg):  # a completion of a file neither passes nor fails
+        curriculum = Curriculum(filters.prompt, source.num_prompts, cfg.data.refilter, log_visits)
+        group_filter = curriculum.group_filter(group_filter)
     collector: Collector | ResamplingCollector = side.collector
     if filters.resampling:
         collector = ResamplingCollector(side.collector, filters.anew, filters.resampling_rounds)
     buffer = RolloutBuffer(
         source=source if curriculum is None else curriculum.source(source),
         collector=collector,
-        group_filter=filters.group if curriculum is None else curriculum.group_filter(filters.group),
+        group_filter=group_filter,
         prompts_per_step=cfg.rollout.prompts_per_step,
         group_size=cfg.rollout.group_size,
         params=side.sampling,
         refill_rounds=cfg.algorithm.refill_rounds,
         max_error_fraction=cfg.reward.max_error_fraction,
     )
-    return (buffer if curriculum is None else curriculum.rollouts(buffer)), source
+    rollouts = describer.rollouts(buffer)
+    return (rollouts if curriculum is None else curriculum.rollouts(rollouts)), source
 
 
 def _completions(sets: Sequence[PromptSet]) -> Mapping[str, Any]:

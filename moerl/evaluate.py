@@ -1,18 +1,24 @@
-"""Held-out evaluation: the same engine and the same rewards as training, greedy and sampled, pass@k, per named set."""
+"""Held-out evaluation: the same engine and the same rewards as training, greedy and sampled, per named set."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from moerl.metrics import Mean, Metrics, Sum, merge_into
+from moerl.rewards.normal import normal_answer
+from moerl.rollout.rollout_metrics import is_right
+from moerl.selection import best_of_k, maj_at_k, pass_at_k
 from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
 
 EVALUATION_STEP = 0
 """Evaluation always draws with the seeds of step 0, so that two evaluations differ by their weights alone."""
 
 Collect = Callable[..., list[RolloutGroup]]
+Reader = Callable[[Prompt, str], str | None]
+"""(prompt, text of an answer) -> what is to be compared with the gold answer; None where it is not to be found."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,11 @@ class EvaluationSet:
 
     name: str
     prompts: Sequence[Prompt]
+
+
+def whole_text(prompt: Prompt, text: str) -> str | None:
+    """The answer is all that was written, if anything was."""
+    return text.strip() or None
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,10 @@ class Evaluator:
     sampled: SamplingParams
     num_samples: int
     pass_at: Sequence[int]
+    maj_at: Sequence[int] = ()
+    best_of: Sequence[int] = ()
+    read: Reader = whole_text
+    """Finds the answers that vote; an answer it finds nothing in has the wrong format."""
 
     def run(self) -> Metrics:
         """Metrics `eval/*` over all sets, and `eval/<set>/*` for each where there are several."""
@@ -47,42 +62,70 @@ class Evaluator:
 
     def _one(self, prompts: Sequence[Prompt]) -> Metrics:
         greedy = self.collect(prompts, step=EVALUATION_STEP, group_size=1, params=self.greedy)
-        metrics = _accuracy(greedy, "greedy")
+        metrics = _accuracy(greedy, "greedy", self.read)
         if self.num_samples:
             groups = self.collect(prompts, step=EVALUATION_STEP, group_size=self.num_samples, params=self.sampled)
-            merge_into(metrics, _accuracy(groups, "sampled"))
-            for k in self.pass_at:
-                merge_into(metrics, {f"pass@{k}": _pass_at(groups, k)})
+            merge_into(metrics, _accuracy(groups, "sampled", self.read))
+            for group in groups:
+                merge_into(metrics, dict(self._choices(group)))
         return metrics
 
+    def _choices(self, group: RolloutGroup) -> Iterator[tuple[str, Mean]]:
+        """What several answers to one prompt are worth; nothing where too few of them have a verdict."""
+        scored = [t for t in group.trajectories if t.status == "ok"]
+        right = [is_right(t) for t in scored]
+        for k in _up_to(self.pass_at, len(scored)):
+            yield f"pass@{k}", Mean(pass_at_k(len(scored), sum(right), k))
+        if self.maj_at:
+            votes = [self._vote(group.prompt, t) for t in scored]
+            for k in _up_to(self.maj_at, len(scored)):
+                yield f"maj@{k}", Mean(maj_at_k(votes, right, k))
+        if self.best_of:
+            scores = {name: [score(t) for t in scored] for name, score in SCORES.items()}
+            for k in _up_to(self.best_of, len(scored)):
+                yield f"max_reward@{k}", Mean(best_of_k(scores["reward"], scores["reward"], k))
+                for name, values in scores.items():
+                    yield f"best_by_{name}@{k}", Mean(best_of_k(values, right, k))
 
-def is_right(trajectory: Trajectory) -> bool:
-    """Whether the first reward of the trajectory is at least one half."""
-    return next(iter(trajectory.reward_components.values()), 0.0) >= 0.5
+    def _vote(self, prompt: Prompt, trajectory: Trajectory) -> str | None:
+        answer = self.read(prompt, trajectory.response_text)
+        return None if answer is None else normal_answer(answer)
 
 
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Unbiased chance that one of k answers is right, `num_right` of `num_samples` being so (arXiv 2107.03374)."""
-    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+def logprob(trajectory: Trajectory) -> float:
+    """Of the whole answer, in nats, at the temperature it was drawn with."""
+    return float(trajectory.rollout_logprobs[trajectory.loss_mask].sum(dtype=np.float64))
 
 
-def _accuracy(groups: Sequence[RolloutGroup], name: str) -> Metrics:
-    scored = [t for group in groups for t in group.trajectories if t.status == "ok"]
+def mean_logprob(trajectory: Trajectory) -> float:
+    """Per token: short answers gain nothing by being short."""
+    return logprob(trajectory) / max(trajectory.response_length, 1)
+
+
+SCORES: dict[str, Callable[[Trajectory], float]] = {
+    "reward": lambda trajectory: trajectory.reward,
+    "logprob": logprob,
+    "mean_logprob": mean_logprob,
+}
+"""What the best of several answers is chosen by: its task reward, or without any label how likely it was."""
+
+
+def _up_to(ks: Sequence[int], most: int) -> list[int]:
+    return [k for k in ks if k <= most]
+
+
+def _accuracy(groups: Sequence[RolloutGroup], name: str, read: Reader) -> Metrics:
+    scored = [(group.prompt, t) for group in groups for t in group.trajectories if t.status == "ok"]
+    count = float(len(scored))
     failed = sum(len(group.trajectories) for group in groups) - len(scored)
-    lengths = sum(t.response_length for t in scored)
+
+    def mean(of: Callable[[Prompt, Trajectory], float]) -> Mean:
+        return Mean(float(sum(of(prompt, t) for prompt, t in scored)), count)
+
     return {
-        f"accuracy_{name}": Mean(float(sum(map(is_right, scored))), float(len(scored))),
-        f"response_length_{name}": Mean(float(lengths), float(len(scored))),
-        f"truncated_fraction_{name}": Mean(float(sum(t.finish_reason == "length" for t in scored)), float(len(scored))),
+        f"accuracy_{name}": mean(lambda _, t: is_right(t)),
+        f"response_length_{name}": mean(lambda _, t: t.response_length),
+        f"truncated_fraction_{name}": mean(lambda _, t: t.finish_reason == "length"),
+        f"format_fraction_{name}": mean(lambda prompt, t: read(prompt, t.response_text) is not None),
         f"errors_{name}": Sum(float(failed)),
     }
-
-
-def _pass_at(groups: Sequence[RolloutGroup], k: int) -> Mean:
-    total = count = 0.0
-    for group in groups:
-        scored = [t for t in group.trajectories if t.status == "ok"]
-        if len(scored) >= k:
-            total += pass_at_k(len(scored), sum(map(is_right, scored)), k)
-            count += 1.0
-    return Mean(total, count)

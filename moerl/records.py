@@ -17,7 +17,7 @@ from moerl.algorithms.load_metrics import LoadTracker, expert_counts, load_share
 from moerl.metrics import Metrics, merge_into, to_floats
 from moerl.protocols import MetricSink
 from moerl.telemetry.progress import Progress
-from moerl.telemetry.sinks import LoadSink, sample_record
+from moerl.telemetry.sinks import LoadSink, PassRateSink, sample_record
 from moerl.telemetry.timers import Timers
 from moerl.types import RolloutGroup, StepBatch
 
@@ -39,6 +39,7 @@ class Records:
     settings: RecordSettings
     sinks: MetricSink
     loads: LoadSink
+    pass_rates: PassRateSink
     progress: Progress
     timers: Timers
     dump_batch: Callable[[Path, StepBatch, Mapping[str, Any]], object]
@@ -53,6 +54,7 @@ class Records:
         """Open the progress display; the files are open already."""
         self._stack.enter_context(self.progress)
         self._stack.callback(self.loads.close)
+        self._stack.callback(self.pass_rates.close)
         self._stack.callback(self.sinks.close)
         return self
 
@@ -89,6 +91,10 @@ class Records:
         wanted = min(self.settings.samples_per_step, len(groups))
         chosen = [groups[i * len(groups) // wanted] for i in range(wanted)]
         self.sinks.log_samples(step, [sample_record(group.prompt, group.trajectories[0]) for group in chosen])
+
+    def visits(self, step: int, visits: Sequence[tuple[str, int, int]]) -> None:
+        """Write the step's rows of the pass-rate table: (prompt id, answers, passed)."""
+        self.pass_rates.log(step, visits)
 
     def batch(self, step: int, batch: StepBatch) -> None:
         """Count the scored batch's tokens, its expert load, and dump it where asked."""

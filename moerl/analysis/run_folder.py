@@ -13,6 +13,7 @@ from moerl.errors import DataError
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 LOAD_FILE = "load.jsonl"
+PASS_RATES_FILE = "pass_rates.jsonl"
 SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"

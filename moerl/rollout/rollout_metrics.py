@@ -25,10 +25,15 @@ def rollout_metrics(groups: Sequence[RolloutGroup], version: int) -> Metrics:
     }
     for trajectory in trajectories:
         merge_into(metrics, _of_one(trajectory, version))
-    rewards = [t.reward for t in trajectories if _is_scored(t)]
+    rewards = [t.reward for t in trajectories if is_scored(t)]
     if rewards:
         metrics["reward/std"] = Last(statistics.pstdev(rewards))
     return metrics
+
+
+def is_right(trajectory: Trajectory) -> bool:
+    """Whether the first reward of the trajectory is at least one half."""
+    return next(iter(trajectory.reward_components.values()), 0.0) >= 0.5
 
 
 def error_kind(error: str) -> str:
@@ -47,11 +52,12 @@ def _of_one(trajectory: Trajectory, version: int) -> Metrics:
         metrics["rollout/truncated_fraction"] = Mean(float(trajectory.finish_reason == "length"))
         stale = sum((end - start) * (version - sampled) for start, end, sampled in trajectory.version_spans)
         metrics["rollout/staleness_mean"] = Mean(stale, length)
-    if _is_scored(trajectory):
+    if is_scored(trajectory):
         metrics["reward/mean"] = Mean(trajectory.reward)
         metrics |= {f"reward/{name}": Mean(value) for name, value in trajectory.reward_components.items()}
     return metrics
 
 
-def _is_scored(trajectory: Trajectory) -> bool:
+def is_scored(trajectory: Trajectory) -> bool:
+    """Whether there is a verdict on it."""
     return trajectory.status == "ok" and not math.isnan(trajectory.reward)

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from moerl.analysis.run_folder import LOAD_FILE, METRICS_FILE, SAMPLES_FILE
+from moerl.analysis.run_folder import LOAD_FILE, METRICS_FILE, PASS_RATES_FILE, SAMPLES_FILE
 from moerl.errors import ConfigError, MoerlError
 from moerl.protocols import MetricSink
 from moerl.types import Prompt, Trajectory
@@ -79,6 +79,23 @@ class LoadSink:
         """`load[layer][expert]` are shares that add up to 1 in each layer; layers may differ in size."""
         shares = [[_plain(share) for share in layer] for layer in load]
         self._file.write({"step": step, "load": shares})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class PassRateSink:
+    """`pass_rates.jsonl`: how many answers to a prompt passed, one object for every completed group of every step."""
+
+    def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
+        """As `JsonlSink`."""
+        self._file = _LineFile(folder / PASS_RATES_FILE, resume_step)
+
+    def log(self, step: int, visits: Sequence[tuple[str, int, int]]) -> None:
+        """(prompt id, answers with a verdict, those that passed) of the step's groups, in their order."""
+        for prompt_id, answers, passed in visits:
+            self._file.write({"step": step, "prompt_id": prompt_id, "answers": answers, "passed": passed})
 
     def close(self) -> None:
         """Close the file."""

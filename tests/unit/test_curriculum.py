@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moerl.algorithms.filtering import build_filters
+from moerl.config.schema import RefilterSection
 from moerl.curriculum import MAX_ROUNDS, Curriculum
 from moerl.errors import CheckpointError, DataError
 from moerl.metrics import to_floats
@@ -123,6 +124,43 @@ def test_failed_and_unscored_answers_are_not_counted():
     assert curriculum.rates.of("a").passed == 1
 
 
+def test_every_step_s_visits_are_logged_and_counted():
+    logged = []
+    curriculum = Curriculum(build_filters([]).prompt, 4, log=lambda step, visits: logged.append((step, list(visits))))
+    rollouts = curriculum.rollouts(Buffer(curriculum, REWARDS))
+    metrics = [to_floats(rollouts.take(step, 0)[1]) for step in (1, 2, 3)]
+    assert logged == [(1, [("a", 2, 2), ("b", 2, 1)]), (2, [("c", 2, 2), ("d", 2, 0)]), (3, [("a", 2, 2), ("b", 2, 1)])]
+    assert [one["data/prompts_seen"] for one in metrics] == [2.0, 4.0, 4.0]
+    assert [one["data/always_passed_fraction"] for one in metrics] == [0.5, 0.5, 0.5]
+    assert [one["data/never_passed_fraction"] for one in metrics] == [0.0, 0.25, 0.25]
+
+
+def test_re_filtering_chooses_what_is_sampled_until_the_next_time():
+    rule = RefilterSection(every_steps=3, low=0.2, high=0.8, return_after=1)
+    curriculum = Curriculum(build_filters([]).prompt, 4, rule)
+    rollouts = curriculum.rollouts(Buffer(curriculum, REWARDS))
+    seen = [names_of(rollouts, step)[0] for step in range(1, 8)]
+    assert seen[:2] == [["a", "b"], ["c", "d"]]
+    assert seen[2:5] == [["b", "b"]] * 3  # left out: a, c, d
+    assert set(seen[5] + seen[6]) == {"a", "b", "c", "d"}  # decided anew before step 6
+
+
+def test_re_filtering_resumes_where_it_was():
+    rule = RefilterSection(every_steps=2, low=0.2, high=0.8)
+
+    def fresh():
+        curriculum = Curriculum(build_filters([]).prompt, 4, rule)
+        return curriculum.rollouts(Buffer(curriculum, REWARDS))
+
+    whole, broken = fresh(), fresh()
+    expected = [names_of(whole, step) for step in range(1, 7)]
+    found = [names_of(broken, step) for step in range(1, 4)]
+    resumed = fresh()
+    resumed.load_state_dict(json.loads(json.dumps(broken.state_dict())))
+    assert found + [names_of(resumed, step) for step in range(4, 7)] == expected
+    assert resumed.state_dict() == whole.state_dict()
+
+
 def test_memory_goes_through_a_checkpoint():
     nodes = [{"name": "no_positive_resampling"}]
     _, rollouts = curated(nodes)
@@ -132,5 +170,5 @@ def test_memory_goes_through_a_checkpoint():
     _, again = curated(nodes)
     again.load_state_dict(state)
     assert names_of(again, 3) == names_of(rollouts, 3)
-    with pytest.raises(CheckpointError, match="pass_rates"):
+    with pytest.raises(CheckpointError, match="lacks pass_rates, refilter"):
         again.load_state_dict({"source": {"at": 0}})

@@ -1,30 +1,30 @@
-"""Evaluator: what counts as right, what is averaged over what, and pass@k against counting every draw."""
+"""Evaluator: what counts as right, what is averaged over what, and what is chosen from several answers."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
 
-from moerl.evaluate import EVALUATION_STEP, EvaluationSet, Evaluator, is_right, pass_at_k
+from moerl.evaluate import EVALUATION_STEP, EvaluationSet, Evaluator, is_right
 from moerl.metrics import to_floats
 from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
 
 GREEDY, SAMPLED = SamplingParams(8, temperature=0.0), SamplingParams(8, temperature=0.7)
 
 
-def answer(reward, *, length=2, finish="stop", status="ok"):
-    """One prompt token and `length` sampled ones; None is an answer without a verdict."""
+def answer(reward, *, length=2, finish="stop", status="ok", text="7", logprob=0.0):
+    """One prompt token, whose logprob is garbage, and `length` sampled ones; None is an answer without a verdict."""
     mask = np.array([False] + [True] * length)
     return Trajectory(
         token_ids=np.ones(1 + length, dtype=np.int32),
         loss_mask=mask,
-        rollout_logprobs=np.zeros(1 + length, dtype=np.float32),
+        rollout_logprobs=np.array([np.nan] + [logprob] * length, dtype=np.float32),
         temperature=1.0,
         finish_reason=finish,
         version_spans=((1, 1 + length, 0),),
+        response_text=text,
         status=status,
         reward_components={} if reward is None else {"task": reward},
         reward=float("nan") if reward is None else reward,
@@ -52,25 +52,9 @@ class Answers:
         return [RolloutGroup(prompt, tuple(ready[prompt.prompt_id])) for prompt in prompts]
 
 
-def evaluate(answers, *sets, num_samples, pass_at=()):
+def evaluate(answers, *sets, num_samples, pass_at=(), **options):
     held_out = [EvaluationSet(names[0].split("/")[0], prompts(*names)) for names in sets]
-    return to_floats(Evaluator(held_out, answers.collect, GREEDY, SAMPLED, num_samples, pass_at).run())
-
-
-@pytest.mark.parametrize("num_samples", range(1, 7))
-def test_pass_at_k_is_the_share_of_all_draws_with_a_right_answer(num_samples):
-    for num_right in range(num_samples + 1):
-        verdicts = [True] * num_right + [False] * (num_samples - num_right)
-        for k in range(1, num_samples + 1):
-            draws = list(itertools.combinations(verdicts, k))
-            expected = sum(map(any, draws)) / len(draws)
-            assert pass_at_k(num_samples, num_right, k) == pytest.approx(expected, abs=1e-12)
-
-
-def test_pass_at_k_stays_exact_where_binomials_are_huge():
-    assert pass_at_k(4000, 1, 2000) == pytest.approx(0.5, abs=1e-12)
-    assert pass_at_k(4000, 0, 4000) == 0.0
-    assert pass_at_k(4000, 3999, 2) == 1.0
+    return to_floats(Evaluator(held_out, answers.collect, GREEDY, SAMPLED, num_samples, pass_at, **options).run())
 
 
 @pytest.mark.parametrize(("reward", "right"), [(1.0, True), (0.5, True), (0.4999, False), (0.0, False), (-1.0, False)])
@@ -88,7 +72,7 @@ def test_the_first_reward_decides_and_none_is_wrong():
 
 def test_accuracy_length_and_truncation_of_both_kinds_of_answers():
     answers = Answers(
-        greedy={"a/0": [answer(1.0, length=4)], "a/1": [answer(0.0, length=2, finish="length")]},
+        greedy={"a/0": [answer(1.0, length=4)], "a/1": [answer(0.0, length=2, finish="length", text=" ")]},
         sampled={"a/0": [answer(1.0, length=1), answer(0.0, length=2)], "a/1": [answer(0.0, length=3)] * 2},
     )
     values = evaluate(answers, ["a/0", "a/1"], num_samples=2, pass_at=(1, 2))
@@ -96,10 +80,12 @@ def test_accuracy_length_and_truncation_of_both_kinds_of_answers():
         "eval/accuracy_greedy": 0.5,
         "eval/response_length_greedy": 3.0,
         "eval/truncated_fraction_greedy": 0.5,
+        "eval/format_fraction_greedy": 0.5,
         "eval/errors_greedy": 0.0,
         "eval/accuracy_sampled": 0.25,
         "eval/response_length_sampled": 2.25,
         "eval/truncated_fraction_sampled": 0.0,
+        "eval/format_fraction_sampled": 1.0,
         "eval/errors_sampled": 0.0,
         "eval/pass@1": 0.25,
         "eval/pass@2": 0.5,
@@ -159,4 +145,58 @@ def test_without_samples_only_greedy_answers_are_asked_for():
     answers = Answers({"a/0": [answer(1.0)]}, {})
     values = evaluate(answers, ["a/0"], num_samples=0, pass_at=(1,))
     assert len(answers.asked) == 1
-    assert set(values) == {f"eval/{n}_greedy" for n in ("accuracy", "response_length", "truncated_fraction", "errors")}
+    names = ("accuracy", "response_length", "truncated_fraction", "format_fraction", "errors")
+    assert set(values) == {f"eval/{name}_greedy" for name in names}
+
+
+# Votes and the best of several
+
+
+def boxed(prompt, text):
+    """What stands after the colon, if there is one."""
+    return text.partition(":")[2] or None
+
+
+def test_a_majority_votes_on_the_normal_form_of_what_is_read():
+    greedy = {"a/0": [answer(1.0)], "b/0": [answer(1.0)]}
+    sampled = {
+        "a/0": [answer(1.0, text=text) for text in ("is: 7", "so:7.0")] + [answer(0.0, text="or: 8")],
+        "b/0": [answer(0.0, text="8")] * 2 + [answer(1.0, text="finally: 7")],  # the wrong ones lack a colon: no vote
+    }
+    values = evaluate(
+        Answers(greedy, sampled), ["a/0"], ["b/0"], num_samples=3, pass_at=(3,), maj_at=(1, 2, 3), read=boxed
+    )
+    assert values["eval/a/maj@1"] == values["eval/a/accuracy_sampled"] == pytest.approx(2 / 3)
+    assert values["eval/a/maj@2"] == pytest.approx(2 / 3)
+    assert values["eval/a/maj@3"] == values["eval/b/maj@3"] == values["eval/maj@3"] == 1.0
+    assert values["eval/b/maj@2"] == pytest.approx(2 / 3)
+    assert values["eval/format_fraction_sampled"] == pytest.approx(4 / 6)
+    assert values["eval/b/format_fraction_sampled"] == pytest.approx(1 / 3)
+
+
+def test_the_best_of_k_by_reward_and_by_how_likely_it_was():
+    """The right answer is likeliest per token; a wrong one is shorter, and likelier as a whole."""
+    answers = [
+        answer(1.0, length=4, logprob=-0.1),  # sum -0.4, mean -0.1
+        answer(0.0, length=1, logprob=-0.3),  # sum -0.3
+        answer(0.25, length=8, logprob=-0.2),  # sum -1.6
+    ]
+    values = evaluate(Answers({"a/0": answers[:1]}, {"a/0": answers}), ["a/0"], num_samples=3, best_of=(1, 2, 3))
+    found = {name: [values[f"eval/{name}@{k}"] for k in (1, 2, 3)] for name in KINDS}
+    assert found["best_by_reward"] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert found["max_reward"] == pytest.approx([1.25 / 3, 2.25 / 3, 1.0])
+    assert found["best_by_logprob"] == pytest.approx([1 / 3, 1 / 3, 0.0])
+    assert found["best_by_mean_logprob"] == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+KINDS = ("best_by_reward", "max_reward", "best_by_logprob", "best_by_mean_logprob")
+
+
+def test_without_a_verdict_an_answer_neither_votes_nor_is_chosen():
+    answers = [FAILED, answer(1.0), answer(0.0, text="8")]
+    values = evaluate(
+        Answers({"a/0": [answer(1.0)]}, {"a/0": answers}), ["a/0"], num_samples=3, maj_at=(2, 3), best_of=(2, 3)
+    )
+    assert values["eval/maj@2"] == 0.5
+    assert values["eval/best_by_reward@2"] == 1.0
+    assert not [name for name in values if name.endswith("@3")]

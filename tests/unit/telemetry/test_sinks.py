@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from moerl.errors import ConfigError, MoerlError
-from moerl.telemetry.sinks import NON_FINITE, JsonlSink, LoadSink, Sinks, WandbSink, sample_record
+from moerl.telemetry.sinks import NON_FINITE, JsonlSink, LoadSink, PassRateSink, Sinks, WandbSink, sample_record
 from moerl.types import Prompt, Trajectory
 
 
@@ -51,20 +51,26 @@ def test_values_that_are_not_finite_become_null_and_are_counted(tmp_path: Path) 
 
 
 def test_resume_removes_the_records_that_will_be_written_again(tmp_path: Path) -> None:
-    sink, loads = JsonlSink(tmp_path), LoadSink(tmp_path)
+    sink, loads, rates = JsonlSink(tmp_path), LoadSink(tmp_path), PassRateSink(tmp_path)
     for step in range(5):
         sink.log(step, {"x": float(step)})
         sink.log_samples(step, [{"prompt": "p"}, {"prompt": "q"}])
         loads.log(step, [[0.5, 0.5], [1.0, 0.0]])
+        rates.log(step, [("a/0", 8, step), ("a/1", 8, 0)])
     sink.close()
     loads.close()
+    rates.close()
     again = JsonlSink(tmp_path, resume_step=3)
     again.log(3, {"x": 33.0})
     again.close()
     LoadSink(tmp_path, resume_step=3).close()
+    PassRateSink(tmp_path, resume_step=3).close()
     assert [(row["step"], row["x"]) for row in _rows(tmp_path / "metrics.jsonl")] == [(0, 0), (1, 1), (2, 2), (3, 33)]
     assert [row["step"] for row in _rows(tmp_path / "samples.jsonl")] == [0, 0, 1, 1, 2, 2]
     assert _rows(tmp_path / "load.jsonl")[-1] == {"step": 2, "load": [[0.5, 0.5], [1.0, 0.0]]}
+    table = _rows(tmp_path / "pass_rates.jsonl")
+    assert len(table) == 6
+    assert table[4] == {"step": 2, "prompt_id": "a/0", "answers": 8, "passed": 2}
 
 
 @pytest.mark.parametrize("torn", ['{"step": 3, "x": 1.', '{"step": 3', "{", '{"step": 3, "x": 1.0}'])
