@@ -202,7 +202,7 @@ class Objective:
 
     def _score_tokens(self, clean: CleanInputs) -> _Scored:
         term = self.policy
-        x, token_log_ratio = self._log_ratio(clean.inputs)
+        x, token_log_ratio, drift = self._log_ratio(clean.inputs)
         raw = LEVELS[term.level].log_ratio(token_log_ratio, x)
         corrected = term.correct(x, term.correction_config) if term.has_correction else None
         weight = None if corrected is None else corrected.weight
@@ -218,7 +218,7 @@ class Objective:
         token = term.trust(log_ratio, x, term.trust_config)
         kept = x.mask if corrected is None else x.mask & corrected.keep
         is_whole = clean.is_full and (corrected is None or is_full(kept))
-        metrics = policy_metrics(clean, log_ratio=log_ratio, raw=raw, token=token)
+        metrics = policy_metrics(clean, log_ratio=log_ratio, raw=raw, token=token, drift=drift)
         if corrected is not None:
             metrics.update(correction_metrics(clean, corrected, is_whole=is_whole))
         return _Scored(token, metrics, _beyond(raw, log_ratio), weight, None if is_whole else kept)
@@ -231,24 +231,30 @@ class Objective:
 
     def _score_sequences(self, clean: CleanInputs) -> _Scored:
         term = self.policy
-        x, token_log_ratio = self._log_ratio(clean.inputs)
+        x, token_log_ratio, drift = self._log_ratio(clean.inputs)
         lengths = seq_lengths(x.seq_ids, x.num_seqs)
-        raw = seq_totals(token_log_ratio, x.seq_ids, lengths)
-        raw = raw / lengths.clamp(min=1) if LEVELS[term.level].is_mean else raw
+        totals = seq_totals(token_log_ratio, x.seq_ids, lengths)
+        raw = totals / lengths.clamp(min=1) if LEVELS[term.level].is_mean else totals
         log_ratio = clamp_log_ratio(raw)
         token = term.trust(log_ratio, first_tokens(x, lengths), term.trust_config)
-        metrics = sequence_metrics(x, log_ratio=log_ratio, raw=raw, token=token, lengths=lengths)
+        drift = totals if drift is token_log_ratio else None  # a router shift is no drift of the policy
+        metrics = sequence_metrics(x, log_ratio=log_ratio, raw=raw, token=token, lengths=lengths, drift=drift)
         return _Scored(token, metrics, _beyond(raw, log_ratio))
 
-    def _log_ratio(self, x: LossInputs) -> tuple[LossInputs, Tensor]:
-        """Token log-ratios [t], and the inputs as the trust region may see them."""
+    def _log_ratio(self, x: LossInputs) -> tuple[LossInputs, Tensor, Tensor | None]:
+        """The inputs as the trust region may see them, and token log-ratios [t]; once more where they are to the old
+        policy and nothing else is in them.
+        """
         x, shift = self._split_router_shift(x)
         if self.policy.level == "none":
             anchor = x.logprobs.detach()
         else:
             anchor = x.old_logprobs if self.policy.anchor == "old" else x.rollout_logprobs
         log_ratio = x.logprobs - anchor
-        return x, log_ratio if shift is None else log_ratio + shift
+        is_drift = self.policy.level != "none" and self.policy.anchor == "old"
+        if shift is not None:
+            return x, log_ratio + shift, log_ratio if is_drift else None
+        return x, log_ratio, log_ratio if is_drift else None
 
     def _split_router_shift(self, x: LossInputs) -> tuple[LossInputs, Tensor | None]:
         """Floor gamma; give log gamma for before the clip, or leave in `x.router_shift` what is applied after it."""

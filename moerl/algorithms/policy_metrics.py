@@ -13,8 +13,13 @@ from moerl.algorithms.types import LossInputs, TokenLoss
 from moerl.metrics import Max, Mean, Metrics
 
 
-def policy_metrics(clean: CleanInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss) -> Metrics:
-    """The policy's metrics as means over live tokens; `raw` is the log-ratio before it was clamped."""
+def policy_metrics(
+    clean: CleanInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss, drift: Tensor | None
+) -> Metrics:
+    """The policy's metrics as means over live tokens.
+
+    `raw` is the log-ratio before it was clamped; `drift` [t] that of current to old policy, where it was made anyway.
+    """
     x, live = clean.inputs, clean.live
     mean = _full_mean if clean.is_full else token_mean
     ratio = log_ratio.detach().exp() if token.ratio is None else token.ratio
@@ -27,14 +32,16 @@ def policy_metrics(clean: CleanInputs, *, log_ratio: Tensor, raw: Tensor, token:
     }
     metrics.update({name: mean(values, live) for name, values in token.metrics.items()})
     if "old_logprobs" in x.optional:
-        metrics["pg/kl_old"] = mean(x.old_logprobs - x.logprobs.detach(), live)
+        metrics["pg/kl_old"] = _negative(mean(x.logprobs.detach() - x.old_logprobs if drift is None else drift, live))
     if "entropy" in x.optional:
         metrics["pg/entropy"] = token_mean(x.entropy, live)
     return metrics
 
 
-def sequence_metrics(x: LossInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss, lengths: Tensor) -> Metrics:
-    """The same from one value for each sequence, where every token is live."""
+def sequence_metrics(
+    x: LossInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss, lengths: Tensor, drift: Tensor | None
+) -> Metrics:
+    """The same from one value for each sequence, `drift` [n] its sum, where every token is live."""
     count, per_token = float(lengths.sum()), lengths.double()
     ratio = log_ratio.detach().exp()
     values = {"pg/ratio_mean": ratio, "pg/clamped": raw.detach().abs() > LOG_RATIO_LIMIT, **token.metrics}
@@ -42,7 +49,8 @@ def sequence_metrics(x: LossInputs, *, log_ratio: Tensor, raw: Tensor, token: To
     seen = torch.where(lengths > 0, ratio, -torch.inf)
     metrics["pg/ratio_max"] = Max(seen.amax() if len(seen) else -torch.inf)
     if "old_logprobs" in x.optional:
-        metrics["pg/kl_old"] = _full_mean(x.old_logprobs - x.logprobs.detach(), x.mask)
+        total = (x.logprobs.detach() - x.old_logprobs if drift is None else drift.detach()).sum()
+        metrics["pg/kl_old"] = Mean(-total.double(), count)
     if "entropy" in x.optional:
         metrics["pg/entropy"] = _full_mean(x.entropy, x.mask)
     return metrics
@@ -74,6 +82,10 @@ def _full_mean(values: Tensor, mask: Tensor) -> Mean:
     values = values.detach()
     total = torch.count_nonzero(values) if values.dtype == torch.bool else values.sum()
     return Mean(total.double(), float(len(values)))
+
+
+def _negative(mean: Mean) -> Mean:
+    return Mean(-mean.total, mean.count)
 
 
 def _none_of(clean: CleanInputs) -> Mean:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.segments import is_full
-from moerl.algorithms.types import PER_SEQUENCE_FIELDS, LossInputs
+from moerl.algorithms.types import LossInputs
 from moerl.metrics import Metrics, Sum
 from moerl.types import TokenWeights
 
@@ -116,21 +116,21 @@ def _as_it_is(x: LossInputs, dtype: torch.dtype, reads_rollout_logprobs: bool) -
 
 
 def first_tokens(x: LossInputs, lengths: Tensor) -> LossInputs:
-    """The first token of every sequence [n], for a policy term that is the same on all of them.
+    """The first token of every sequence [n] without optional fields, for a term that reads the advantage alone.
 
     Sequences without tokens get some token of their neighbours: nothing is weighed by it.
     """
     at = (lengths.cumsum(0) - lengths).clamp(max=len(x.seq_ids) - 1)
     return dataclasses.replace(
         x,
-        logprobs=x.logprobs[at],
-        rollout_logprobs=x.rollout_logprobs[at],
-        advantages=x.advantages[at],
-        mask=x.mask[at],
-        weights=TokenWeights.shared(x.weights.policy[at]),
+        logprobs=x.logprobs.index_select(0, at),
+        rollout_logprobs=x.rollout_logprobs.index_select(0, at),
+        advantages=x.advantages.index_select(0, at),
+        mask=x.mask.index_select(0, at),
+        weights=TokenWeights.shared(x.weights.policy.index_select(0, at)),
         seq_ids=torch.arange(len(at), device=at.device),
         num_seqs=len(at),
-        optional={name: values[at] for name, values in x.optional.items() if name not in PER_SEQUENCE_FIELDS},
+        optional={},
     )
 
 

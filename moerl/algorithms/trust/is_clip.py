@@ -35,12 +35,13 @@ def is_clip(log_ratio: Tensor, x: LossInputs, cfg: IsClipConfig) -> TokenLoss:
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(cfg.min, cfg.max)
     if not cfg.mask:
-        moved = (weight - ratio).sign_()
-        metrics = {"pg/clip_high": moved.neg().clamp_(min=0), "pg/clip_low": moved.clamp(min=0)}
+        beyond = (ratio - weight).sign_()
+        above = beyond.clamp(min=0)
+        metrics = {"pg/clip_high": above, "pg/clip_low": above - beyond}
     else:
         above, below = ratio > cfg.max, ratio < cfg.min
         above, below = above & (x.advantages > 0), below & (x.advantages < 0)
         weight = weight * ~(above | below)
         metrics = {"pg/clip_high": above, "pg/clip_low": below}
-    slope = -weight * x.advantages
+    slope = weight.mul_(x.advantages).neg_()
     return TokenLoss(slope * x.logprobs, metrics, ratio, slope)
