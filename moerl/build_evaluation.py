@@ -11,7 +11,7 @@ from typing import Self
 
 import torch
 
-from moerl.build_rollout import build_evaluator, build_rollout_side, load_data
+from moerl.build_rollout import Data, RolloutSide, build_evaluator, build_rollout_side, load_data
 from moerl.checkpoint import Checkpoint, CheckpointStore
 from moerl.config.schema import RunConfig
 from moerl.errors import CheckpointError
@@ -55,15 +55,29 @@ def build_evaluation(cfg: RunConfig, *, run_folder: Path | None, step: int | Non
     """
     torch.set_num_threads(cfg.run.num_threads)
     with ExitStack() as stack:
-        checkpoint = None if run_folder is None else _checkpoint(cfg, run_folder, step)
         data = load_data(cfg, with_train=False)
         stack.callback(data.close)
+        side, subject = engine_with_weights(cfg, data, run_folder=run_folder, step=step)
+        stack.callback(side.close)
+        return Evaluation(build_evaluator(cfg, data, side), subject, stack.pop_all())
+
+
+def engine_with_weights(
+    cfg: RunConfig, data: Data, *, run_folder: Path | None, step: int | None
+) -> tuple[RolloutSide, str]:
+    """The rollout side with the weights that `build_evaluation` judges, and what they are, for people.
+
+    Raises:
+        CheckpointError: no such checkpoint, or it is damaged.
+    """
+    checkpoint = None if run_folder is None else _checkpoint(cfg, run_folder, step)
+    with ExitStack() as stack:
         side = build_rollout_side(cfg, data, load_weights=checkpoint is None)
         stack.callback(side.close)
         if checkpoint is not None:
             _publish_checkpoint(cfg, checkpoint, side.eval_engine)
-        subject = cfg.model.path if checkpoint is None else str(checkpoint.folder)
-        return Evaluation(build_evaluator(cfg, data, side), subject, stack.pop_all())
+        stack.pop_all()
+    return side, cfg.model.path if checkpoint is None else str(checkpoint.folder)
 
 
 def _checkpoint(cfg: RunConfig, run_folder: Path, step: int | None) -> Checkpoint:

@@ -165,6 +165,15 @@ def build_rollout_side(cfg: RunConfig, data: Data, *, load_weights: bool = False
     return RolloutSide(train_engine, eval_engine, collector, eval_collector, sampling_params(cfg, data.tokenizer))
 
 
+def side_with(cfg: RunConfig, data: Data, side: RolloutSide) -> RolloutSide:
+    """The same engines asked for other data, as under another prompt template. Its `eval_collector` is to be closed."""
+    return replace(
+        side,
+        eval_collector=_collector(cfg, data, side.eval_engine),
+        sampling=sampling_params(cfg, data.tokenizer),
+    )
+
+
 def sampling_params(cfg: RunConfig, tokenizer: ChatTokenizer) -> SamplingParams:
     """Of training rollouts."""
     return SamplingParams(
