@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,8 +42,9 @@ def test_every_part_of_the_objective_has_an_oracle(axis):
         "objective": registries.objectives,
     }[axis]
     own = {name for name in registry.names() if registry.get(name).target.__module__.startswith("moerl.")}
-    missing = sorted(own - COVERED[axis])
-    assert not missing, f"{axis} without a formula in oracle_terms: {missing}"
+    closed_forms = {name for name in own if (Path(__file__).parent / f"test_{name}.py").exists()}
+    missing = sorted(own - COVERED[axis] - closed_forms)
+    assert not missing, f"{axis} with neither a formula in oracle_terms nor a test_<name>.py here: {missing}"
 
 
 def compare(name, batch, dtype):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ PAGE = Path(__file__).resolve().parents[3] / "CONTRIBUTING.md"
 NAME = "outside_of_moerl.spo:spo"
 
 
-def examples() -> tuple[str, str]:
-    """(the loss, its test) as the page has them."""
+def examples() -> tuple[str, ...]:
+    """(the loss, its test) as the page has them, under a name that no loss of the package can have."""
     section = PAGE.read_text()[PAGE.read_text().index("## Adding a policy loss") :]
     loss, test = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    return loss, test
+    return tuple(text.replace('"spo"', '"spo_of_page"') for text in (loss, test))
 
 
 @pytest.fixture
@@ -46,15 +46,15 @@ def outside(tmp_path, monkeypatch):
 def test_the_example_is_under_forty_lines():
     loss, test = examples()
     assert len(loss.splitlines()) < 40
-    assert len(test.splitlines()) < 20
+    assert len(test.splitlines()) < 30
 
 
 @pytest.mark.usefixtures("outside")
 def test_the_test_of_the_page_passes():
-    with pytest.raises(ConfigError, match="no trust region is called 'spo'"):
-        moerl.objective(trust={"name": "spo"})
+    with pytest.raises(ConfigError, match="no trust region is called 'spo_of_page'"):
+        moerl.objective(trust={"name": "spo_of_page"})
     moerl.objective(trust={"name": NAME})
-    space = {"moerl": moerl, "torch": torch, "math": math, "pytest": pytest}
+    space: dict[str, Any] = {}
     exec(examples()[1], space)
     space["test_spo_equals_its_closed_form"]()
 
