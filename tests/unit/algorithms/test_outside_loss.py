@@ -16,7 +16,7 @@ from moerl.algorithms.registries import trust_regions
 from moerl.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[3] / "CONTRIBUTING.md"
-NAME = "outside_of_moerl.spo:spo"
+NAME = "outside_of_moerl.spo:spo_of_page"
 
 
 def examples() -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def test_a_policy_trained_with_it_prefers_the_rewarded_answer():
     ("node", "message"),
     [
         ({"name": "outside_of_moerl.nothing:spo"}, "cannot import 'outside_of_moerl.nothing'"),
-        ({"name": "outside_of_moerl.spo:sop"}, "did you mean 'spo'"),
+        ({"name": "outside_of_moerl.spo:sop_of_page"}, "did you mean 'spo_of_page'"),
         ({"name": NAME, "epsilon": 1.0}, "did you mean 'eps'"),
         ({"name": NAME, "eps": -1.0}, "trust.eps"),
     ],
