@@ -1,8 +1,9 @@
 """Chooses which mutants of a cosmic-ray session are run: `python tools/mutation/sample.py SESSION [--count 600]`.
 
-Left out are mutants of annotations and decorators, which say nothing about a number, and replacements that only raise a
-type error (a shift of floats): both would raise or lower the score without a meaning. Of the rest those run whose name
-has the smallest hash, so that a change to one file hardly moves the sample of the others.
+Left out are mutants of annotations and decorators, an order of names (`kind <= "k1"`), the star of a signature, and
+replacements that only raise a type error (a shift of floats): they say nothing about a number, and would raise or lower
+the score without a meaning. Of the rest those run whose name has the smallest hash, so that a change to one file hardly
+moves the sample of the others.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ MEANINGFUL = re.compile(
     "|AddNot|NumberReplacer|ReplaceBreakWithContinue|ReplaceContinueWithBreak|ZeroIterationForLoop"
     ")"
 )
+ORDER_ALONE = re.compile(r"core/ReplaceComparisonOperator_\w*_(Lt|LtE|Gt|GtE)")
+BINARY = re.compile("core/ReplaceBinaryOperator_.*")
 Span = tuple[tuple[int, int], tuple[int, int]]
 
 
@@ -46,20 +49,37 @@ def silent_nodes(tree: ast.AST) -> list[ast.expr]:
     return [node for node in found if node is not None]
 
 
+def is_text(node: ast.expr) -> bool:
+    """A string constant."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def span(node: ast.expr | ast.stmt) -> Span:
+    """(line, column) of start and end."""
+    return (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+
+
 @cache
-def silent_spans(path: Path) -> list[Span]:
-    """Their (line, column) of start and end in one file."""
-    nodes = silent_nodes(ast.parse(path.read_text()))
-    return [((n.lineno, n.col_offset), (n.end_lineno or 0, n.end_col_offset or 0)) for n in nodes]
+def silent_spans(path: Path) -> list[tuple[re.Pattern[str], Span]]:
+    """Which operators say nothing, and where in the file."""
+    tree = ast.parse(path.read_text())
+    found = [(re.compile(".*"), span(node)) for node in silent_nodes(tree)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and any(is_text(other) for other in node.comparators):
+            found.append((ORDER_ALONE, span(node)))
+        if isinstance(node, ast.FunctionDef):
+            found.append((BINARY, (span(node)[0], span(node.body[0])[0])))
+    return found
 
 
 def is_meaningful(mutation: MutationSpec) -> bool:
     """Whether a test of numbers could tell the mutant from the code."""
-    inside = any(
-        start <= tuple(mutation.start_pos) and tuple(mutation.end_pos) <= end
-        for start, end in silent_spans(mutation.module_path)
+    name, start, end = mutation.operator_name, tuple(mutation.start_pos), tuple(mutation.end_pos)
+    is_silent = any(
+        pattern.fullmatch(name) and low <= start and end <= high
+        for pattern, (low, high) in silent_spans(mutation.module_path)
     )
-    return not inside and MEANINGFUL.fullmatch(mutation.operator_name) is not None
+    return not is_silent and MEANINGFUL.fullmatch(name) is not None
 
 
 class Sample(FilterApp):

@@ -82,6 +82,15 @@ def test_pure_rejection_has_weight_1_inside_its_band():
         assert result.gradient.tolist() == pytest.approx([-inside, 0.0], rel=1e-12)
 
 
+@pytest.mark.parametrize("node", [{"name": "mis"}, {"name": "icepop"}, {"name": "seq_mask_tis"}])
+@pytest.mark.parametrize(("low", "high"), [(0.5, 1.0), (1.0, 2.0)])
+def test_a_band_has_its_ends(node, low, high):
+    """On the policy itself the ratio is exactly 1."""
+    result = evaluate([1.0], mismatch=[0.0], correction={**node, "min": low, "max": high}, **NONE)
+    assert result.gradient.tolist() == [-1.0]
+    assert result.metrics["mm/reject"] == 0
+
+
 LOG_RATIOS = [0.0, 0.5, 0.1, -0.1, -0.5, 0.5, -0.5]
 ADVANTAGES = [1.0, 1.0, 1.0, -1.0, -1.0, -1.0, 1.0]
 

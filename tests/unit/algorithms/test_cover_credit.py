@@ -52,6 +52,12 @@ def test_shaping_that_is_not_finite_leaves_the_row_unscored():
     assert to_floats(metrics)["advantage/unscored"] == 1
 
 
+def test_leave_one_out_of_two_three_and_one():
+    section = AdvantageSection(center="group_loo", scale="none")
+    found, _ = group_advantages(section, credit_inputs([1.0, 0.0, 1.0, 0.0, 0.5, 2.0], [0, 0, 1, 1, 1, 2]))
+    assert found.tolist() == pytest.approx([1.0, -1.0, 0.75, -0.75, 0.0, 0.0], abs=1e-12)
+
+
 def test_statistics_of_one_scored_row():
     table = RewardTable.build(AdvantageSection(std_ddof=1), credit_inputs([math.nan, 0.75], [0, 1]))
     assert table.batch_mean(table.rewards) == 0.75

@@ -62,6 +62,7 @@ def test_defaults(registry, name, numbers):
 REFUSED = [
     (trust_regions, {"name": "div_mask", "cap": 1.0}, r"trust.cap is 1.0; set it above 1"),
     (trust_regions, {"name": "div_mask", "delta": -0.5}, r"trust.delta is -0.5"),
+    (trust_regions, {"name": "div_mask", "token_rank": -1}, r"trust.token_rank is -1"),
     (trust_regions, {"name": "dyn_clip", "max": 1.0}, r"trust.max is 1.0; set it above 1"),
     (trust_regions, {"name": "dyn_clip", "dual_c": 1.0}, r"trust.dual_c is 1.0; set it above 1"),
     (trust_regions, {"name": "ratio_mask", "cap": 1.0}, r"trust.cap is 1.0; set it above 1"),

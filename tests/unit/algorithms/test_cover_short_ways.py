@@ -115,11 +115,14 @@ def test_nothing_is_invalid_in_a_batch_that_is_used_as_it_is(batch_v):
     assert metrics["mm/invalid_logprobs"] == 0
 
 
+@pytest.mark.parametrize("trust", [{"name": "none"}, {"name": "clip", "lo": 0.2, "hi": 0.2}])
 @pytest.mark.parametrize("level", ["token", "seq_prod"])
-def test_beyond_the_limit_of_the_log_ratio_the_gradient_is_0_and_the_tokens_are_counted(batch_v, monkeypatch, level):
-    objective = batch_v.objective({**TOKEN, "level": level, "trust": {"name": "none"}})
+def test_beyond_the_limit_of_the_log_ratio_the_gradient_is_0_and_the_tokens_are_counted(
+    batch_v, monkeypatch, level, trust
+):
+    objective = batch_v.objective({**TOKEN, "level": level, "trust": trust})
     old = batch_v.now.clone()
-    old[6] -= 21.0  # the third sequence
+    old[4] -= 21.0  # the second sequence, of two tokens; its advantage is negative, so that no clip binds
     found = []
     for block in (100, 3):
         monkeypatch.setattr(blocks, "BLOCK_TOKENS", block)
@@ -127,10 +130,23 @@ def test_beyond_the_limit_of_the_log_ratio_the_gradient_is_0_and_the_tokens_are_
         x = lean(batch_v, objective, leaf, {"name": "token_mean"})
         loss, metrics = objective(dataclasses.replace(x, optional={"old_logprobs": old}))
         found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0], to_floats(metrics)))
-    beyond = slice(6, 7) if level == "token" else slice(6, 9)
     for loss, gradient, metrics in found:
         assert loss.isfinite()
-        assert gradient[beyond].abs().max() == 0
-        assert gradient[:6].abs().min() > 0
-        assert metrics["pg/clamped"] == pytest.approx(0.1 if level == "token" else 0.3)
+        assert gradient[4 : 5 if level == "token" else 6].abs().max() == 0
+        assert gradient[[0, 1, 2, 3, 6, 7, 8, 9]].abs().min() > 0
+        assert metrics["pg/clamped"] == pytest.approx(0.1 if level == "token" else 0.2)
     check(found[1], found[0])
+
+
+@pytest.mark.parametrize("name", ["cispo", "gspo", "dapo"])
+def test_a_field_that_is_only_reported_takes_no_part_in_the_gradient(batch_v, monkeypatch, name):
+    objective = batch_v.objective(METHODS[name])
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", 3)
+    leaf = batch_v.now.clone().requires_grad_()
+    x = lean(batch_v, objective, leaf, {"name": "token_mean"})
+    entropy = torch.linspace(0.5, 1.5, 10, dtype=torch.float64, requires_grad=True)
+    loss, metrics = objective(dataclasses.replace(x, optional={**x.optional, "entropy": entropy}))
+    by_logprobs, by_entropy = torch.autograd.grad(loss, (leaf, entropy), allow_unused=True, retain_graph=True)
+    assert to_floats(metrics)["pg/entropy"] == pytest.approx(1.0)
+    assert by_entropy is None or by_entropy.abs().max() == 0
+    torch.testing.assert_close(by_logprobs, torch.autograd.grad(objective(x)[0], leaf)[0], rtol=1e-12, atol=0)
