@@ -10,8 +10,10 @@ from dataclasses import fields, replace
 import torch
 from oracle_numbers import Batch, Seq
 
-SPREADS = {"near": 2e-4, "calm": 0.05, "wild": 0.7, "extreme": 0.5}
+SPREADS = {"near": 2e-4, "calm": 0.05, "wild": 0.7, "extreme": 0.5, "edges": 0.0}
 FAR = (25.0, 200.0, 1e4)
+BOUNDS = (0.5, 0.8, 1.2, 1.24, 1.27, 1.272, 1.28, 1.5, 2.0, 3.0, 5.0, 10.0)
+"""Ratios at which some method changes its mind."""
 GARBAGE = (math.nan, math.inf, -math.inf, 1e30, -1e4, 0.0)
 LENGTHS = (1, 1, 2, 3, 4, 6)
 PER_TOKEN = {
@@ -42,6 +44,9 @@ class Draw:
 
     def step(self) -> float:
         """A difference of two logprobs."""
+        if self.kind == "edges":
+            bound = self.rng.choice((math.log(self.rng.choice(BOUNDS)), 0.4, -0.4))
+            return bound * self.rng.uniform(0.85, 1.15)
         if self.kind == "extreme" and self.rng.random() < 0.25:
             return self.rng.choice((1, -1)) * self.rng.choice(FAR)
         return self.rng.gauss(0, SPREADS[self.kind])

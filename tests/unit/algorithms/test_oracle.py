@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_batches import SPREADS, make_batch, per_token_advantages, tensors, with_faults
-from oracle_methods import CASES, COVERED, METHODS, Method, gradient, loss
+from oracle_methods import BUDGET, CASES, COVERED, METHODS, Method, gradient, loss
 from oracle_numbers import margin
 from oracle_product import case
 
+import moerl
 from moerl.algorithms import registries
 from moerl.algorithms.presets import PRESETS
 
@@ -67,7 +69,7 @@ def compare(name, batch, dtype):
 
 
 @pytest.mark.parametrize("name", [*FLOAT_PRESETS, *CASES])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(sorted(SPREADS)))
 def test_loss_and_gradient(name, seed, kind):
     batch = make_batch(seed, kind)
@@ -95,3 +97,8 @@ def test_the_oracle_knows_where_it_is_not_smooth():
     loss(METHODS["grpo"], make_batch(1, "calm"))
     assert 0 < margin() < math.inf
     assert margin() == math.inf
+
+
+@pytest.mark.parametrize("name", ["grpo", "scalerl", "dr_grpo"])
+def test_the_methods_under_test_are_those_that_a_name_gives(name):
+    assert case(name).section == dataclasses.replace(moerl.objective(name, max_new_tokens=BUDGET).section, preset=None)

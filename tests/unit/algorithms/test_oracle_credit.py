@@ -154,7 +154,7 @@ def test_advantages(name, seed):
     torch.testing.assert_close(found.advantages[mask], flat(credit(batch))[mask], rtol=1e-9, atol=1e-11)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_every_center_and_scale(seed):
     batch = unscored(make_batch(seed, "calm"), seed)
@@ -186,7 +186,7 @@ def test_from_rewards_to_the_gradient(name, seed):
     torch.testing.assert_close(found.gradient, wanted, rtol=1e-8, atol=1e-11)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**32), norm=st.booleans())
 def test_pairs_by_length(seed, norm):
     batch = make_batch(seed, "wild")
@@ -197,7 +197,7 @@ def test_pairs_by_length(seed, norm):
     torch.testing.assert_close(found.gradient, flat(wanted), rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_statistics_of_prompts_over_visits_of_any_size(seed):
     """DCPO, five steps; a visit without a scored answer is none."""
@@ -276,7 +276,7 @@ BASES = {
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("name", REMOVED)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_what_is_removed_is_as_if_it_had_never_been_there(name, base, seed):
     """The batch is cut by hand: rejected tokens lose their mask, an answer without any left loses its reward."""
