@@ -10,6 +10,9 @@ from typing import Literal
 LAYER = "/layer_"
 """What comes before the number in the name of a metric of one layer: `route/expert_change/layer_007`."""
 
+ANSWERS = "Answers and prompts"
+"""Title of the section that has the pass-rate table too."""
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -68,12 +71,26 @@ SECTIONS: tuple[Section, ...] = (
                 "Reward by component",
                 "Mean raw value of every named reward, before its weight.",
                 ("reward/*",),
-                excluded=("reward/mean", "reward/std", "reward/min", "reward/max", "reward/verifier_*"),
+                excluded=(
+                    "reward/mean",
+                    "reward/std",
+                    "reward/min",
+                    "reward/max",
+                    "reward/group_*",
+                    "reward/verifier_*",
+                ),
             ),
             Chart(
                 "Held-out accuracy",
                 "Greedy and sampled answers to prompts that are never trained on.",
                 ("eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass@*"),
+                kind="points",
+            ),
+            Chart(
+                "Votes and best of several",
+                "Held-out accuracy of a majority vote over k answers, and of the best of k by reward or by how likely "
+                "the policy found it.",
+                ("eval/maj@*", "eval/best_by_*"),
                 kind="points",
             ),
             Chart(
@@ -86,6 +103,11 @@ SECTIONS: tuple[Section, ...] = (
                 "Response length",
                 "Sampled tokens per rollout.",
                 ("rollout/response_length", "rollout/response_length_max"),
+            ),
+            Chart(
+                "Response length by verdict",
+                "Sampled tokens of right and of wrong rollouts: wrong ones that grow alone are a bias of the loss.",
+                ("rollout/response_length_right", "rollout/response_length_wrong"),
             ),
             Chart("Entropy", "Mean entropy of the policy in nats; near 0 it no longer explores.", ("pg/entropy",)),
             Chart("Truncated responses", "Share that ran into the token limit.", ("rollout/truncated_fraction",)),
@@ -103,6 +125,39 @@ SECTIONS: tuple[Section, ...] = (
                 "Failures",
                 "Rollouts that failed or could not be scored; they are left out, never counted as wrong.",
                 ("rollout/errors", "rollout/too_long", "reward/verifier_*"),
+                smooth=False,
+            ),
+        ),
+    ),
+    Section(
+        ANSWERS,
+        "How much the answers to one prompt differ, and which prompts the policy solves.",
+        (
+            Chart(
+                "Diversity",
+                "Distinct n-grams of tokens by n-grams, and distinct answers by answers, within a group.",
+                ("rollout/distinct_fraction", "rollout/distinct_*"),
+            ),
+            Chart(
+                "Reward spread",
+                "Standard deviation and range of the task reward within a group; 0 is nothing to learn from.",
+                ("reward/group_std", "reward/group_range"),
+            ),
+            Chart("Certainty", "Mean probability of the chosen tokens, as sampled.", ("rollout/token_prob",)),
+            Chart(
+                "Reflection",
+                "Share of answers with a reflection word, and such words per answer.",
+                ("rollout/reflection_fraction", "rollout/reflection_words"),
+            ),
+            Chart(
+                "Prompts never and always solved",
+                "Share of the prompts sampled so far, each at its last visit.",
+                ("data/never_passed_fraction", "data/always_passed_fraction"),
+            ),
+            Chart(
+                "Prompts left out",
+                "By data.refilter, until it decides anew.",
+                ("data/refilter_left_out", "data/refilter_dropped", "data/refilter_returned"),
                 smooth=False,
             ),
         ),

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from moerl.analysis.charts import LAYER, SECTIONS, Chart, Section
+from moerl.analysis.charts import ANSWERS, LAYER, SECTIONS, Chart, Section
 from moerl.analysis.key_figures import key_figures
+from moerl.analysis.pass_rates import by_prompt, rate_map, telling
 from moerl.analysis.plots import NUM_COLOURS, Series, heat_map, line_chart, with_own_ids
 from moerl.analysis.run_folder import REPORT_FILE, RunData, read_run
 
@@ -21,6 +22,8 @@ MAX_SERIES = 16
 """Series in one chart; more cannot be told apart."""
 MAX_LAYERS_AS_LINES = 6
 """Above it a chart by layer is a heat map."""
+MAX_PROMPTS = 8
+"""Prompts of each kind in the pass-rate table."""
 MAX_SAMPLES = 24
 """Rollouts in the table: from the first, the middle and the last steps."""
 
@@ -84,6 +87,7 @@ def render_report(run: RunData) -> str:
     template = environment.from_string(resources.files("moerl.analysis").joinpath("report.html.j2").read_text("utf-8"))
     series = _series_by_name(run)
     figures = key_figures(run.metrics)
+    prompts = by_prompt(run.pass_rates)
     summary = run.summary
     if summary is not None and summary.get("steps") != figures["steps"]:
         summary = None  # of an earlier end: the run goes on to a later step
@@ -94,6 +98,8 @@ def render_report(run: RunData) -> str:
         duration=_duration(summary),
         sections=[_draw_section(section, series, run) for section in SECTIONS],
         samples=_pick_samples(run.samples),
+        num_prompts=len(prompts),
+        telling_prompts=telling(prompts, MAX_PROMPTS),
         metrics_table=[_metric_row(one) for one in series.values()],
         num_colours=NUM_COLOURS,
     )
@@ -137,6 +143,10 @@ def _draw_section(section: Section, series: dict[str, Series], run: RunData) -> 
             pictures.append(_draw_chart(chart, chosen))
         else:
             missing.append(chart.title)
+    if section.title == ANSWERS:
+        drawn = _draw_pass_rates(run)
+        pictures += drawn
+        missing += [] if drawn else ["Pass rates"]
     if section.title == "Expert load":
         drawn = _draw_load(run)
         pictures = drawn + pictures
@@ -209,6 +219,22 @@ def _draw_load(run: RunData) -> list[Picture]:
     )
     layers = [Series(f"load_moved{LAYER}{layer:03d}", steps, values) for layer, values in enumerate(moved)]
     return [*pictures, _draw_chart(chart, layers)]
+
+
+def _draw_pass_rates(run: RunData) -> list[Picture]:
+    """How the pass rates of each step's groups were spread."""
+    if not any(row["answers"] for row in run.pass_rates):
+        return []
+    shares, starts = rate_map(run.pass_rates)
+    note = (
+        f"Share of the groups with each pass rate, in tenths. Never solved: {shares[0, 0]:.0%} → {shares[0, -1]:.0%}; "
+        f"always: {shares[-1, 0]:.0%} → {shares[-1, -1]:.0%}."
+    )
+    is_dense = bool((np.diff(starts) == 1).all())
+    x_label, x_start = ("step", int(starts[0])) if is_dense else ("record", 0)
+    alt = f"Pass rates from step {starts[0]} to {run.pass_rates[-1]['step']}. {note}"
+    svg = heat_map(shares, x_label=x_label, y_label="pass rate, tenths", x_start=x_start, alt=alt)
+    return [Picture("Pass rates", note, svg, [])]
 
 
 def _load_matrix(load: Sequence[Sequence[float]]) -> np.ndarray:

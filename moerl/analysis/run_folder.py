@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moerl.analysis.pass_rates import is_visit
 from moerl.errors import DataError
 
 METRICS_FILE = "metrics.jsonl"
@@ -43,6 +44,8 @@ class RunData:
     """Several per step."""
     load: list[tuple[int, list[list[float]]]]
     """(step, share of its layer's assignments by layer and expert)."""
+    pass_rates: list[dict[str, Any]]
+    """One per completed group: `step`, `prompt_id`, `answers`, `passed`."""
     summary: Mapping[str, Any] | None
     """None while the run goes on, or where it never ended."""
     config_text: str
@@ -68,6 +71,7 @@ def read_run(folder: Path) -> RunData:
     metrics = read_metrics(folder / METRICS_FILE)
     samples = _optional_records(folder / SAMPLES_FILE)
     load, load_problems = _read_load(folder / LOAD_FILE)
+    rates = _read_pass_rates(folder / PASS_RATES_FILE)
     summary, summary_problems = _read_summary(folder / SUMMARY_FILE)
     config = folder / CONFIG_FILE
     return RunData(
@@ -75,9 +79,10 @@ def read_run(folder: Path) -> RunData:
         metrics=metrics.rows,
         samples=samples.rows,
         load=load,
+        pass_rates=rates.rows,
         summary=summary,
         config_text=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
-        problems=[*metrics.problems, *samples.problems, *load_problems, *summary_problems],
+        problems=[*metrics.problems, *samples.problems, *load_problems, *rates.problems, *summary_problems],
     )
 
 
@@ -156,6 +161,13 @@ def _read_load(path: Path) -> tuple[list[tuple[int, list[list[float]]]], list[st
         else:
             problems.append(f"{path}: step {row['step']}: `load` is not a list of layers of numbers; left out")
     return load, _shortened(problems, path)
+
+
+def _read_pass_rates(path: Path) -> Records:
+    records = _optional_records(path)
+    wrong = sum(not is_visit(row) for row in records.rows)
+    problems = [f"{path}: {wrong} records are no prompt with answers and passed; left out"] if wrong else []
+    return Records([row for row in records.rows if is_visit(row)], [*records.problems, *problems])
 
 
 def _is_load(layers: Any) -> bool:

@@ -25,6 +25,8 @@ def write_fake_run(
     metrics += [_step(step, num_steps, num_layers, rng) for step in range(1, num_steps + 1)]
     _write_lines(folder / "metrics.jsonl", metrics)
     _write_lines(folder / "samples.jsonl", [s for step in range(1, num_steps + 1) for s in _samples(step, rng)])
+    visits = [row for step in range(1, num_steps + 1) for row in _visits(step, num_steps)]
+    _write_lines(folder / "pass_rates.jsonl", visits)
     base = rng.gamma(30.0, 1.0, (num_layers, num_experts))
     drift = rng.normal(0, 0.25, base.shape)
     load = []
@@ -50,6 +52,8 @@ def _evaluation(step: int, num_steps: int) -> dict[str, float]:
         "eval/accuracy_greedy": greedy,
         "eval/accuracy_sampled": sampled,
         "eval/pass@2": min(1.0, sampled * 1.12),
+        "eval/maj@3": min(1.0, sampled * 1.2),
+        "eval/best_by_logprob@2": min(1.0, sampled * 1.1),
         "eval/sum/accuracy_greedy": greedy,
         "eval/sum_long/accuracy_greedy": greedy * 0.7,
     }
@@ -63,6 +67,16 @@ def _step(step: int, num_steps: int, num_layers: int, rng: np.random.Generator) 
         "reward/exact": 0.3 + 0.55 * gain + rng.normal(0, 0.03),
         "reward/format": 0.8 + 0.19 * gain + rng.normal(0, 0.01),
         "rollout/response_length": 13 + 15 * gain + rng.normal(0, 0.5),
+        "rollout/response_length_right": 20 + 8 * gain,
+        "rollout/response_length_wrong": 6 + 20 * gain,
+        "rollout/distinct_2": 0.41 - 0.2 * gain,
+        "rollout/distinct_fraction": 0.73 - 0.3 * gain,
+        "rollout/token_prob": 0.88 + 0.1 * gain,
+        "rollout/reflection_fraction": 0.0,
+        "reward/group_std": 0.42 - 0.3 * gain,
+        "reward/group_range": 0.97 - 0.5 * gain,
+        "data/never_passed_fraction": 0.3 - 0.2 * gain,
+        "data/always_passed_fraction": 0.6 * gain,
         "pg/entropy": 0.13 - 0.11 * gain + abs(rng.normal(0, 0.005)),
         "pg/clip_low": 0.03 + abs(rng.normal(0, 0.01)),
         "pg/clip_high": 0.04 + abs(rng.normal(0, 0.01)),
@@ -107,6 +121,17 @@ def _step(step: int, num_steps: int, num_layers: int, rng: np.random.Generator) 
     if step % 10 == 0:
         row |= _evaluation(step, num_steps) | {"perf/evaluate_seconds": 0.6}
     return row
+
+
+def _visits(step: int, num_steps: int) -> list[dict[str, object]]:
+    """Six prompts, each every second step: never, always, half the time, ever more often and ever less often solved."""
+    gain = 8 * step // num_steps
+    passed = {"never": 0, "always": 8, HOSTILE: gain, "late": max(0, gain - 4), "lost": 8 - gain, "half": 4}
+    return [
+        {"step": step, "prompt_id": f"sum/{name}", "answers": 8, "passed": number}
+        for place, (name, number) in enumerate(passed.items())
+        if (step + place) % 2
+    ]
 
 
 def _samples(step: int, rng: np.random.Generator) -> list[dict[str, object]]:
