@@ -9,7 +9,7 @@ import torch
 
 import moerl
 from moerl.algorithms.ratio import clamp_log_ratio
-from moerl.algorithms.segments import masked_seq_rank
+from moerl.algorithms.segments import masked_seq_rank, seq_lengths, seq_totals, spread
 
 
 def evaluate(advantages, log_ratios=None, mismatch=None, lengths=None, **axes):
@@ -128,6 +128,18 @@ def test_a_log_ratio_is_held_on_each_side_alone(low, high):
     held.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [float(low >= -20.0), 1.0, float(high <= 20.0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_sums_of_sequences_in_every_dtype(dtype):
+    values = torch.tensor([1.0, 2.0, 4.0, 0.5, 8.0], dtype=dtype)
+    seq_ids = torch.tensor([0, 0, 2, 2, 3])
+    lengths = seq_lengths(seq_ids, 5)
+    assert lengths.tolist() == [2, 0, 2, 1, 0]
+    totals = seq_totals(values, seq_ids, lengths)
+    assert totals.dtype == dtype
+    assert totals.tolist() == [3.0, 0.0, 4.5, 8.0, 0.0]
+    assert spread(totals, seq_ids, lengths).tolist() == [3.0, 3.0, 4.5, 4.5, 8.0]
 
 
 def test_ranks_of_equals_go_by_position():

@@ -142,6 +142,19 @@ def test_the_entropy_bonus_is_applied_only_while_the_entropy_is_low():
     assert coefficients.applied_entropy == pytest.approx(0.01)
 
 
+def test_the_kl_coefficient_moves_by_at_most_two_percent_a_step():
+    section = KLSection(place="loss", coefficient=0.1, target=0.05)
+    coefficients = Coefficients.start(section, EntropySection())
+    coefficients.adapt_kl(0.055, section)
+    assert coefficients.kl == pytest.approx(0.1 * 1.01)
+    coefficients.adapt_kl(10.0, section)
+    assert coefficients.kl == pytest.approx(0.1 * 1.01 * 1.02)
+    coefficients.adapt_kl(0.0, section)
+    assert coefficients.kl == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
+    coefficients.adapt_kl(10.0, KLSection())
+    assert coefficients.kl == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
+
+
 def test_the_only_expert_of_a_layer_has_an_even_load():
     found = to_floats(load_of_counts(torch.tensor([[7]])))
     assert found["load/entropy"] == 1.0

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from moerl.algorithms import blocks
 from moerl.algorithms.kl import kl_estimate
 from moerl.algorithms.objective import build_objective
-from moerl.algorithms.registries import trust_regions
+from moerl.algorithms.registries import corrections, trust_regions
 from moerl.algorithms.trust.none import NoTrustConfig, unbounded
 from moerl.config.schema import AlgorithmSection, KLSection, TeacherSection
 from moerl.errors import ConfigError
@@ -80,6 +81,27 @@ def test_a_loss_from_elsewhere_in_the_wrong_form_is_refused():
         trust_regions._plugins.update(before)
 
 
+def test_a_loss_that_promises_its_slope_must_give_it(batch_v, monkeypatch):
+    before = dict(trust_regions._plugins)
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", 3)
+    try:
+        trust_regions.register("promises", NoTrustConfig, form="ratio", has_slope=lambda cfg: True)(unbounded)
+        objective = build_objective(AlgorithmSection(trust={"name": "promises"}))
+        with pytest.raises(TypeError, match="registered with has_slope returned a TokenLoss without slope"):
+            objective(dataclasses.replace(uniform(batch_v, batch_v.now), optional={"old_logprobs": batch_v.old}))
+    finally:
+        trust_regions._plugins.clear()
+        trust_regions._plugins.update(before)
+
+
+def test_no_correction_weighs_nothing_and_keeps_everything(batch_v):
+    plugin, cfg = corrections.resolve({"name": "none"})
+    found = plugin.target(uniform(batch_v, batch_v.now.clone().requires_grad_()), cfg)
+    assert found.weight.tolist() == [1.0] * 10
+    assert not found.weight.requires_grad
+    assert found.keep.all()
+
+
 def test_a_sequence_ratio_reports_the_same_by_the_short_way_and_by_the_long_one(batch_v):
     """The short way takes whole sequences at once; a masked token makes the long way of the same tokens."""
     section = AlgorithmSection(level="seq_geo", trust=UNBOUNDED)
@@ -109,7 +131,7 @@ def test_a_sequence_ratio_reports_the_same_by_the_short_way_and_by_the_long_one(
 @pytest.mark.parametrize("level", ["token", "seq_geo"])
 def test_without_old_logprobs_no_distance_from_them_is_reported(batch_v, level):
     objective = build_objective(AlgorithmSection(anchor="rollout", level=level, trust=UNBOUNDED))
-    x = without(uniform(batch_v, batch_v.now.clone().requires_grad_()), "old_logprobs", "router_shift")
+    x = dataclasses.replace(uniform(batch_v, batch_v.now.clone().requires_grad_()), optional={})
     for mask in (x.mask, torch.arange(10) != 3):
         found = to_floats(objective(dataclasses.replace(x, mask=mask))[1])
         assert "pg/kl_old" not in found

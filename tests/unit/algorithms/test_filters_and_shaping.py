@@ -73,6 +73,11 @@ def test_overlong_masks_and_may_leave_the_statistics():
     assert excluding.counts(stopped)
 
 
+def test_overlong_needs_to_know_why_an_answer_ended():
+    with pytest.raises(ConfigError, match=r"reads every trajectory's finish_reason, but one has '.*'; let"):
+        build_filters([{"name": "overlong"}]).sample(trajectory(1.0, finish=""))
+
+
 def test_what_is_out_of_the_statistics_is_out_of_the_zero_variance_decision_too():
     mixed = group(trajectory(1.0), trajectory(1.0), trajectory(0.0, finish="length"))
     assert build_filters([{"name": "overlong"}, *ZERO_VARIANCE]).group(mixed) is None
