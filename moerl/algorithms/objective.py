@@ -158,8 +158,9 @@ class Objective:
             seen: Metrics = {name: token_mean(values, clean.live) for name, values in token.metrics.items()}
             return x.weights.policy * torch.where(x.mask, token.loss, 0), seen
         if self._is_once_a_sequence(clean):
-            scored = self._score_sequences(clean)
-            per_token = spread(scored.token.loss, x.seq_ids, seq_lengths(x.seq_ids, x.num_seqs))
+            lengths = seq_lengths(x.seq_ids, x.num_seqs)
+            scored = self._score_sequences(clean, lengths)
+            per_token = spread(scored.token.loss, x.seq_ids, lengths)
             return x.weights.policy * per_token, scored.metrics
         scored = self._score_tokens(clean)
         weighed = scored.token.loss if scored.weight is None else scored.weight * scored.token.loss
@@ -189,8 +190,9 @@ class Objective:
         return loss, gradient, {**clean.metrics, **scored.metrics}
 
     def _sequence_slopes(self, clean: CleanInputs) -> tuple[Tensor, Tensor, Metrics]:
-        scored, x = self._score_sequences(clean), clean.inputs
+        x = clean.inputs
         lengths = seq_lengths(x.seq_ids, x.num_seqs)
+        scored = self._score_sequences(clean, lengths)
         weights = seq_totals(x.weights.policy, x.seq_ids, lengths)
         gradient = weights * _slope(scored.token)
         if LEVELS[self.policy.level].is_mean:
@@ -229,10 +231,9 @@ class Objective:
         is_plain = term.is_elementwise and not term.has_correction and term.weigh is None
         return is_plain and clean.is_full and LEVELS[term.level].is_mean is not None
 
-    def _score_sequences(self, clean: CleanInputs) -> _Scored:
+    def _score_sequences(self, clean: CleanInputs, lengths: Tensor) -> _Scored:
         term = self.policy
         x, token_log_ratio, drift = self._log_ratio(clean.inputs)
-        lengths = seq_lengths(x.seq_ids, x.num_seqs)
         totals = seq_totals(token_log_ratio, x.seq_ids, lengths)
         raw = totals / lengths.clamp(min=1) if LEVELS[term.level].is_mean else totals
         log_ratio = clamp_log_ratio(raw)

@@ -42,10 +42,11 @@ def sequence_metrics(
     x: LossInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss, lengths: Tensor, drift: Tensor | None
 ) -> Metrics:
     """The same from one value for each sequence, `drift` [n] its sum, where every token is live."""
-    count, per_token = float(lengths.sum()), lengths.double()
+    count = float(lengths.sum())
     ratio = log_ratio.detach().exp()
     values = {"pg/ratio_mean": ratio, "pg/clamped": raw.detach().abs() > LOG_RATIO_LIMIT, **token.metrics}
-    metrics: Metrics = {name: Mean((v.detach().double() * per_token).sum(), count) for name, v in values.items()}
+    totals = torch.stack([v.detach().double() for v in values.values()]) @ lengths.double()
+    metrics: Metrics = {name: Mean(total, count) for name, total in zip(values, totals, strict=True)}
     seen = torch.where(lengths > 0, ratio, -torch.inf)
     metrics["pg/ratio_max"] = Max(seen.amax() if len(seen) else -torch.inf)
     if "old_logprobs" in x.optional:

@@ -116,11 +116,10 @@ def masked_seq_sum(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int)
     return seq_sum(kept, seq_ids, seq_lengths(seq_ids, num_seqs))
 
 
-def masked_seq_means(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
+def masked_seq_means(values: Tensor, mask: Tensor, seq_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """[t] -> [n]: the mean over the masked tokens of each sequence, 0 where there are none; and their number, at least
     1.
     """
-    lengths = seq_lengths(seq_ids, num_seqs)
     if is_full(mask):
         kept, counts = values, lengths.to(values.dtype)
     else:

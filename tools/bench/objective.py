@@ -12,7 +12,8 @@ The environment of the peers is a throwaway one, with a CPU torch of the same ve
 
 A peer that is not there is skipped with a line. moerl's batches are packed; the peers' functions take padded ones.
 Ragged batches therefore hold padding for them alone: the padding-free ones (`eq1024`) compare code with code. Ratios
-are of the fastest repetitions, which a busy machine disturbs least.
+are of the fastest repetitions, which a busy machine disturbs least; the last column is to a plain copy of the bytes
+to be moved.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import itertools
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -63,15 +65,18 @@ def table(rows: list[Row], threads: int) -> str:
     lines = [
         f"{threads} thread(s); ms, median [min-max], and extra peak MB",
         "",
-        "| live tokens | layout | method | moerl | TRL | verl | speed: best peer / moerl | memory: moerl / best peer |",
-        "|---|---|---|---|---|---|---|---|",
+        "| live tokens | layout | method | moerl | TRL | verl | speed: best peer / moerl | memory: moerl / best peer "
+        "| moerl / copy |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     found = {(r["size"], r["layout"], r["method"], r["side"]): r for r in rows if r["threads"] == threads}
     for size, layout in dict.fromkeys((key[0], key[1]) for key in found):
         for method in METHODS:
             sides = {side: found.get((size, layout, method, side)) for side in ("moerl", "trl", "verl")}
             cells = [_cell(sides[side]) for side in sides]
-            lines.append(f"| 2^{size} | {layout} | {method} | {' | '.join(cells)} | {' | '.join(_ratios(sides))} |")
+            own = sides["moerl"]
+            cells += [*_ratios(sides), "-" if own is None else f"{own['min'] / own['copy']:.1f} x"]
+            lines.append(f"| 2^{size} | {layout} | {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -89,6 +94,18 @@ def _ratios(sides: dict[str, Row | None]) -> tuple[str, str]:
     speed = min(row["min"] for row in peers) / own["min"]
     memory = own["extra_mb"] / max(min(row["extra_mb"] for row in peers), 1e-9)
     return f"{speed:.1f} x", f"{memory:.2f} x"
+
+
+def merged(rounds: list[Row]) -> list[Row]:
+    """One row of all rounds of the same measurement: extremes of the extremes, the median of the medians."""
+    laws = {"ms": statistics.median, "min": min, "max": max, "reps": sum, "extra_mb": min, "copy": min}
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rounds:
+        found.setdefault(tuple(row[key] for key in ("side", "threads", "size", "layout", "method")), []).append(row)
+    return [
+        {**rows[0], **{key: law([row[key] for row in rows]) for key, law in laws.items() if key in rows[0]}}
+        for rows in found.values()
+    ]
 
 
 def disagreements(rows: list[Row]) -> list[str]:
@@ -125,6 +142,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each figure")
     parser.add_argument("--least", type=int, default=3, help="repetitions at least")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all sides run in turn")
     parser.add_argument("--json", type=Path, help="write all figures to this file too")
     args = parser.parse_args()
     pythons = {"moerl": sys.executable} | ({side: args.peer_python for side in PEERS} if args.peer_python else {})
@@ -136,8 +154,11 @@ def main() -> int:
     sides = {side: python for side, python in pythons.items() if not absent[side]}
     rows: list[Row] = []
     for threads in args.threads:
-        for size, layout, (side, python) in itertools.product(args.sizes, args.layouts, sides.items()):
-            rows += run_side(python, side, threads, args, layout, size)
+        for size, layout in itertools.product(args.sizes, args.layouts):
+            turns = [pair for _ in range(args.rounds) for pair in sides.items()]
+            rows += merged(
+                [row for side, python in turns for row in run_side(python, side, threads, args, layout, size)]
+            )
         print(f"\n{table(rows, threads)}")
     for layout, size in itertools.product(args.layouts, args.sizes):
         counts = lengths(2**size, layout)

@@ -192,7 +192,7 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     import torch
-    from objective_batches import make_batch, measure
+    from objective_batches import copy_time, make_batch, measure
 
     torch.set_num_threads(args.threads)
     makers = {"moerl": moerl_steps, "trl": trl_steps, "verl": verl_steps}
@@ -201,6 +201,7 @@ def main() -> int:
             batch = make_batch(2**size, layout)
             steps = makers[args.side](batch)
             packed = args.side == "moerl"
+            extra = {"copy": copy_time(2**size)} if packed else {}
             leaf = (batch.logprobs[batch.mask] if packed else batch.logprobs.clone()).requires_grad_()
             for name, evaluate in steps.items():
                 once, reset = partial(_once, evaluate, leaf), partial(setattr, leaf, "grad", None)
@@ -209,7 +210,7 @@ def main() -> int:
                 gradient = leaf.grad if packed else leaf.grad[batch.mask]
                 product = float(gradient.double() @ batch.probe[batch.mask].double())
                 about = {"side": args.side, "threads": args.threads, "size": size, "layout": layout, "method": name}
-                sys.stdout.write(json.dumps({**about, **figures, "product": product}) + "\n")
+                sys.stdout.write(json.dumps({**about, **figures, **extra, "product": product}) + "\n")
                 sys.stdout.flush()
     return 0
 

@@ -36,8 +36,8 @@ def log_clip(log_ratio: Tensor, x: LossInputs, cfg: LogClipConfig) -> TokenLoss:
     held, moved, inside = hold_by_sign(log_ratio, x.advantages, -cfg.lo, cfg.hi)
     if "router_shift" in x.optional:
         held = held + x.router_shift.log()
-    means, counts = masked_seq_means(held, x.mask, x.seq_ids, x.num_seqs)
     lengths = seq_lengths(x.seq_ids, x.num_seqs)
+    means, counts = masked_seq_means(held, x.mask, x.seq_ids, lengths)
     loss = spread(clamp_log_ratio(means).exp(), x.seq_ids, lengths) * x.advantages.neg()
     beyond = (means.detach().abs() > LOG_RATIO_LIMIT).to(loss.dtype)
     slope = (inside * loss.detach()).mul_(spread((1 - beyond) / counts, x.seq_ids, lengths))

@@ -40,15 +40,25 @@ def test_ratios_are_to_the_best_peer():
     tool = load("objective")
     row = {"threads": 1, "size": 16, "layout": "eq1024", "method": "grpo", "max": 9.0, "product": 1.0}
     rows = [
-        {**row, "side": "moerl", "ms": 2.0, "min": 1.0, "extra_mb": 10.0},
+        {**row, "side": "moerl", "ms": 2.0, "min": 1.0, "extra_mb": 10.0, "copy": 0.5},
         {**row, "side": "trl", "ms": 8.0, "min": 6.0, "extra_mb": 40.0},
         {**row, "side": "verl", "ms": 5.0, "min": 4.0, "extra_mb": 50.0, "product": 1.1},
     ]
     table = tool.table(rows, 1)
-    assert "| 4.0 x | 0.25 x |" in table
+    assert "| 4.0 x | 0.25 x | 2.0 x |" in table
     assert len(tool.disagreements(rows)) == 1
     assert "verl grpo" in tool.disagreements(rows)[0]
     assert "| - | - |" in tool.table(rows[:1], 1)
+
+
+def test_rounds_of_one_measurement_become_one_row():
+    tool = load("objective")
+    about = {"side": "moerl", "threads": 1, "size": 16, "layout": "eq1024", "method": "grpo", "product": 1.0}
+    figures = [(2.0, 1.0, 9.0, 30.0), (4.0, 1.5, 5.0, 20.0), (3.0, 0.5, 4.0, 25.0)]
+    rounds = [{**about, "ms": a, "min": b, "max": c, "reps": 5, "extra_mb": d} for a, b, c, d in figures]
+    (row,) = tool.merged(rounds)
+    assert row == {**about, "ms": 3.0, "min": 0.5, "max": 9.0, "reps": 15, "extra_mb": 20.0}
+    assert len(tool.merged([*rounds, {**rounds[0], "method": "gspo"}])) == 2
 
 
 def test_a_run_without_peers_says_so():
