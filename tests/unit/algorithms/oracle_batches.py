@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import fields, replace
 
 import torch
@@ -12,7 +11,7 @@ from oracle_numbers import Batch, Seq
 
 SPREADS = {"near": 2e-4, "calm": 0.05, "wild": 0.7, "extreme": 0.5, "edges": 0.0}
 FAR = (25.0, 200.0, 1e4)
-BOUNDS = (0.5, 0.8, 1.2, 1.24, 1.27, 1.272, 1.28, 1.5, 2.0, 3.0, 5.0, 10.0)
+BOUNDS = (0.5, 0.8, 1.2, 1.24, 1.27, 1.272, 1.28, 1.5, 2.0, 3.0, 5.0, 10.0, 25.0)
 """Ratios at which some method changes its mind."""
 GARBAGE = (math.nan, math.inf, -math.inf, 1e30, -1e4, 0.0)
 LENGTHS = (1, 1, 2, 3, 4, 6)
@@ -31,6 +30,10 @@ PER_TOKEN = {
 """Name of a tensor, and of the list that it is."""
 
 
+LISTS = tuple(f.name for f in fields(Seq) if f.name not in ("group", "rewards"))
+"""Fields with one entry for each token."""
+
+
 class Draw:
     """One source of random numbers, rounded as `dtype` rounds."""
 
@@ -45,8 +48,8 @@ class Draw:
     def step(self) -> float:
         """A difference of two logprobs."""
         if self.kind == "edges":
-            bound = self.rng.choice((math.log(self.rng.choice(BOUNDS)), 0.4, -0.4))
-            return bound * self.rng.uniform(0.85, 1.15)
+            bound = self.rng.choice((math.log(self.rng.choice(BOUNDS)), 0.4))
+            return bound * self.rng.uniform(0.85, 1.15) * self.rng.choice((1, -1))
         if self.kind == "extreme" and self.rng.random() < 0.25:
             return self.rng.choice((1, -1)) * self.rng.choice(FAR)
         return self.rng.gauss(0, SPREADS[self.kind])
@@ -136,6 +139,11 @@ def _with_garbage(s: Seq, rng: random.Random) -> Seq:
     return replace(s, **changed)
 
 
+def joined(batch: Batch) -> Seq:
+    """All answers as one."""
+    return replace(batch[0], **{name: [value for s in batch for value in getattr(s, name)] for name in LISTS})
+
+
 def per_token_advantages(batch: Batch, seed: int) -> Batch:
     """With an advantage for every token, multiples of an eighth."""
     rng = random.Random(seed)
@@ -175,11 +183,3 @@ def tensors(batch: Batch, dtype: torch.dtype, *, skip: tuple[str, ...] = ()) -> 
         **{name: flat(batch, source, dtype) for name, source in PER_TOKEN.items()},
     }
     return {name: value for name, value in given.items() if name not in skip}
-
-
-def each(batch: Batch, change: Callable[[Seq], Seq]) -> Batch:
-    return [change(s) for s in batch]
-
-
-LISTS = tuple(f.name for f in fields(Seq) if f.name not in ("group", "rewards"))
-"""Fields with one entry for each token."""

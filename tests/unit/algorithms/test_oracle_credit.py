@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_batches import make_batch, tensors
+from oracle_batches import joined, make_batch, tensors
 from oracle_credit import BATCH, CREDITS, GROUP, RAW, Credit, Memory, decoupled, plain, ranked
 from oracle_methods import METHODS, Method, gradient, loss
 from oracle_numbers import derivative
@@ -235,6 +235,17 @@ def test_targets_of_the_critic(name, seed):
         wanted = credit_of(name).returns(s)
         found = micro.returns[micro.seq_ids == i]
         assert {t: float(found[t]) for t in wanted} == pytest.approx(wanted, rel=1e-9, abs=1e-11)
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_lambda_of_vapo_grows_with_the_answer(seed):
+    """Answers of some twenty to seventy live tokens, for which it is above 0."""
+    batch = [joined([s for i in range(count) for s in make_batch(seed + i, "calm")]) for count in (2, 4)]
+    found = preset("vapo")(**tensors(batch, torch.float64, skip=("advantages",)))
+    mask = torch.tensor([on for s in batch for on in s.mask])
+    wanted = flat(CREDITS["vapo"](batch))[mask]
+    torch.testing.assert_close(found.advantages[mask], wanted, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
