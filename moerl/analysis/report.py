@@ -231,7 +231,7 @@ def _draw_pass_rates(run: RunData) -> list[Picture]:
         f"always: {shares[-1, 0]:.0%} → {shares[-1, -1]:.0%}."
     )
     is_dense = bool((np.diff(starts) == 1).all())
-    x_label, x_start = ("step", int(starts[0])) if is_dense else ("record", 0)
+    x_label, x_start = ("step", int(starts[0])) if is_dense else ("part of the run", 0)
     alt = f"Pass rates from step {starts[0]} to {run.pass_rates[-1]['step']}. {note}"
     svg = heat_map(shares, x_label=x_label, y_label="pass rate, tenths", x_start=x_start, alt=alt)
     return [Picture("Pass rates", note, svg, [])]

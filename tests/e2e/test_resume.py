@@ -24,7 +24,7 @@ def assert_same_run(run, whole):
     assert comparison.is_equal
     assert comparison.num_steps == STEPS + 1
     assert comparison.num_values > 1000
-    for name in ("hf/model.safetensors", "samples.jsonl", "load.jsonl"):
+    for name in ("hf/model.safetensors", "samples.jsonl", "load.jsonl", "pass_rates.jsonl"):
         assert (run.folder / name).read_bytes() == (whole.folder / name).read_bytes(), name
     assert run.summary["steps"] == STEPS
     assert run.summary["accuracy_before"] == whole.summary["accuracy_before"]
