@@ -36,6 +36,10 @@ GROUPS = {
     "gpu": ["tests/gpu"],
 }
 """Name -> folders. A folder without tests is left out."""
+COVERED = ("moerl/algorithms", "tests/unit/algorithms")
+"""The room whose branches the tests of this folder reach, all of them; part of the group `unit`."""
+NOT_FOR_COVERAGE = ("*oracle*", "*laws*", "*invariants*", "*outside*")
+"""Tests that draw their cases or train: slow under measurement, and what they reach must not be left to chance."""
 
 
 @dataclass
@@ -94,6 +98,21 @@ def run_group(name: str, folders: list[str], extra: list[str]) -> Result:
     return result
 
 
+def run_coverage() -> Result:
+    """A check of its own, for every line of the room by branch: prints the table, fails below 100 %."""
+    room, folder = COVERED
+    print(f"\n== coverage of {room} by {folder}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        coverage, data = [sys.executable, "-m", "coverage"], f"--data-file={Path(scratch) / 'data'}"
+        ignored = [f"--ignore-glob={pattern}" for pattern in NOT_FOR_COVERAGE]
+        tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored, folder]
+        status, seconds = run([*coverage, "run", "--branch", f"--source={room}", data, *tests])
+        if status == 0:
+            status, more = run([*coverage, "report", data, "--show-missing", "--skip-covered", "--fail-under=100"])
+            seconds += more
+    return Result(f"coverage {room.split('/')[-1]}", seconds, passed=int(status == 0), failed=int(status != 0))
+
+
 def read_report(name: str, path: Path) -> Result:
     """Counts and skip reasons of a JUnit file."""
     result = Result(name)
@@ -124,11 +143,11 @@ def has_tests(folders: list[str]) -> list[str]:
 
 def print_table(results: list[Result]) -> int:
     """The summary; returns the number of failures."""
-    print(f"\n{'group':<16}{'seconds':>9}{'passed':>9}{'failed':>9}{'skipped':>9}")
+    print(f"\n{'group':<20}{'seconds':>9}{'passed':>9}{'failed':>9}{'skipped':>9}")
     for result in results:
         counts = f"{result.passed:>9}{result.failed:>9}{len(result.skips):>9}"
-        print(f"{result.name:<16}{result.seconds:>9.1f}{counts}")
-    print(f"{'total':<16}{sum(result.seconds for result in results):>9.1f}")
+        print(f"{result.name:<20}{result.seconds:>9.1f}{counts}")
+    print(f"{'total':<20}{sum(result.seconds for result in results):>9.1f}")
     skips = [skip for result in results for skip in result.skips]
     if skips:
         print("\nskipped:")
@@ -153,6 +172,8 @@ def main() -> int:
     for name, folders in GROUPS.items():
         if name in wanted and (present := has_tests(folders)):
             results.append(run_group(name, present, ["-m", ""] if options.slow else []))
+            if name == "unit":
+                results.append(run_coverage())
     return int(print_table(results) > 0)
 
 

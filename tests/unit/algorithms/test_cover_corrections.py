@@ -75,6 +75,35 @@ def test_what_truncated_weights_report():
         assert result.gradient.tolist() == pytest.approx([-1.0, -2.0, -2.5, -math.exp(-1.0)], rel=1e-12)
 
 
+def test_normalised_weights_have_mean_1_over_what_is_kept():
+    mismatch = [0.0, math.log(2.0), -1.0, 3.0]
+    for node in ({"name": "tis", "cap": 1.5}, {"name": "mis", "max": 2.5}):
+        result = evaluate([1.0] * 4, mismatch=mismatch, correction={**node, "batch_normalize": True}, **NONE)
+        u = [math.exp(m) for m in mismatch]
+        kept = [min(x, 1.5) for x in u] if node["name"] == "tis" else [x if x <= 2.5 else 0.0 for x in u]
+        mean = sum(kept) / sum(x > 0 for x in kept)
+        assert result.gradient.tolist() == pytest.approx([-x / mean for x in kept], rel=1e-12), node
+
+
+def test_vespos_kernel_takes_the_weights_inside_its_ratio():
+    mismatch, log_ratios = [0.3, -0.2, 0.5], [0.1, 0.2, -0.4]
+    result = evaluate(
+        [1.0, -1.0],
+        log_ratios,
+        mismatch,
+        lengths=[2, 1],
+        level="seq_prod",
+        form="score",
+        trust={"name": "gamma_kernel", "k_pos": 2.0, "lam_pos": 3.0, "k_neg": 1.5, "lam_neg": 2.0},
+        correction={"name": "tis", "cap": 1.2},
+    )
+    weights = [min(math.exp(m), 1.2) for m in mismatch]
+    first = math.exp(0.3) * weights[0] * weights[1]
+    second = math.exp(-0.4) * weights[2]
+    good, bad = first**2 * math.exp(3 * (1 - first)), second**1.5 * math.exp(2 * (1 - second))
+    assert result.gradient.tolist() == pytest.approx([-good, -good, bad], rel=1e-12)
+
+
 def test_pure_rejection_has_weight_1_inside_its_band():
     for weight, inside in (("ratio", math.exp(0.5)), ("one", 1.0)):
         node = {"name": "mis", "max": 2.0, "weight": weight}
