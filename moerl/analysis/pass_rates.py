@@ -34,14 +34,6 @@ class PromptRates:
         return self.passed / self.answers
 
 
-def is_visit(row: Mapping[str, Any]) -> bool:
-    """Whether a record of `pass_rates.jsonl` is whole."""
-    answers, passed = row.get("answers"), row.get("passed")
-    if not isinstance(answers, int) or not isinstance(passed, int) or isinstance(answers, bool):
-        return False
-    return isinstance(row.get("prompt_id"), str) and not isinstance(passed, bool) and 0 <= passed <= answers
-
-
 def by_prompt(rows: Sequence[Mapping[str, Any]]) -> list[PromptRates]:
     """One entry for each prompt with a scored answer, in order of their first visit; `rows` in order of their step."""
     found: dict[str, PromptRates] = {}

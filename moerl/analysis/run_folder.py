@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moerl.analysis.pass_rates import is_visit
 from moerl.errors import DataError
 
 METRICS_FILE = "metrics.jsonl"
@@ -168,6 +167,14 @@ def _read_pass_rates(path: Path) -> Records:
     wrong = sum(not is_visit(row) for row in records.rows)
     problems = [f"{path}: {wrong} records are no prompt with answers and passed; left out"] if wrong else []
     return Records([row for row in records.rows if is_visit(row)], [*records.problems, *problems])
+
+
+def is_visit(row: Mapping[str, Any]) -> bool:
+    """Whether a record of `pass_rates.jsonl` is whole."""
+    answers, passed = row.get("answers"), row.get("passed")
+    if not isinstance(answers, int) or not isinstance(passed, int) or isinstance(answers, bool):
+        return False
+    return isinstance(row.get("prompt_id"), str) and not isinstance(passed, bool) and 0 <= passed <= answers
 
 
 def _is_load(layers: Any) -> bool:

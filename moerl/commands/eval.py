@@ -116,7 +116,7 @@ def _compare(cfg: RunConfig, args: argparse.Namespace, run_folder: Path | None) 
     from rich.console import Console
 
     console = Console(file=sys.stdout)
-    console.print(_comparison_table(found))
+    console.print(comparison_table(found))
     for name, reason in found.refused.items():
         console.print(f"{name} cannot be used: {reason}", markup=False, highlight=False, soft_wrap=True)
     if found.num_left_out:
@@ -129,7 +129,7 @@ def _compare(cfg: RunConfig, args: argparse.Namespace, run_folder: Path | None) 
         )
 
 
-def _comparison_table(found: TemplateComparison) -> Table:
+def comparison_table(found: TemplateComparison) -> Table:
     """Metrics down, templates across; over all sets first, then each set where there are several."""
     from rich.table import Table
 

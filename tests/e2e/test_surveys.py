@@ -57,6 +57,9 @@ def templates(stage):
         "json": stage.moerl.call(*compare, "--json"),
         "table": stage.moerl.call(*compare, "data.max_prompt_tokens=300"),
         "qwen_math": stage.moerl.call("eval", *base, "data.template=qwen_math", "--json"),
+        "partly": stage.moerl.call(
+            *compare[:-2], "data.max_prompt_tokens=448", "--compare-templates", "none,r1", "--json"
+        ),
         "only r1": stage.moerl.call(*compare[:-2], "data.max_prompt_tokens=40", "--compare-templates", "r1"),
         "unknown": stage.moerl.call("eval", *base, "--compare-templates", "none,r2"),
         "trained": trained,
@@ -96,6 +99,16 @@ def test_templates_are_compared_before_training(runs):
         assert {f"eval/{name}" for name in wanted} <= set(one)
         for name in ("pass@1", "maj@1", "best_by_reward@1", "best_by_logprob@1"):
             assert one[f"eval/{name}"] == pytest.approx(one["eval/accuracy_sampled"], abs=1e-12)
+
+
+@pytest.mark.runs.with_args(templates)
+def test_templates_are_compared_on_the_tasks_that_fit_all(runs):
+    found = json.loads(runs[templates]["partly"].expect(0).stdout)
+    assert set(found["values"]) == {"none", "r1"}
+    assert 0 < found["num_left_out"] < 6
+    assert found["num_prompts"] == 6 - found["num_left_out"]
+    whole = json.loads(runs[templates]["json"].stdout)["values"]
+    assert found["values"]["none"] != whole["none"]  # of fewer tasks
 
 
 @pytest.mark.runs.with_args(templates)

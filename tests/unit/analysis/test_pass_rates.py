@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from moerl.analysis.pass_rates import MAX_COLUMNS, by_prompt, is_visit, rate_map, telling
+from moerl.analysis.pass_rates import MAX_COLUMNS, by_prompt, rate_map, telling
 from moerl.analysis.report import render_report
-from moerl.analysis.run_folder import read_run
+from moerl.analysis.run_folder import is_visit, read_run
 
 
 def visit(step, name, passed, answers=4):
