@@ -58,6 +58,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.advantage.credit import group_advantages
+from moerl.algorithms.modifiers import PresetValues
 from moerl.algorithms.objective import Objective, build_objective
 from moerl.algorithms.presets import PRESETS
 from moerl.algorithms.types import PER_SEQUENCE_FIELDS, CreditInputs, LossInputs
@@ -247,7 +248,7 @@ def objective(
         },
         "moerl.objective",
         [text if text.startswith("algorithm.") else f"algorithm.{text}" for text in overrides],
-        presets={name: entry.values for name, entry in PRESETS.items()},
+        presets=PresetValues(),
     )
     if max_new_tokens is None and _reads_budget(preset, axes, overrides):
         raise ConfigError(
@@ -283,5 +284,5 @@ def _reads_budget(preset: str | None, axes: Mapping[str, Any], overrides: Sequen
         return any(BUDGET_KEY in text for text in overrides)
     given = axes.get("aggregation")
     if given is None:
-        given = PRESETS[preset].values.get("aggregation", {}) if preset else {}
+        given = PresetValues()[preset].get("aggregation", {}) if preset else {}
     return isinstance(given, Mapping) and given.get("tokens") == BUDGET_KEY

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.algorithms.compose import SAME_AGGREGATION, composition_errors, composition_warnings, value_errors
-from moerl.algorithms.presets import PRESETS
+from moerl.algorithms.modifiers import PresetValues
 from moerl.config.load import as_dict, load_config
 from moerl.config.rules import check
 from moerl.config.schema import DatasetConfig, RunConfig
@@ -28,7 +28,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: everything that is wrong with it, together.
     """
-    cfg = load_config(path, overrides, presets={name: preset.values for name, preset in PRESETS.items()})
+    cfg = load_config(path, overrides, presets=PresetValues())
     check(cfg, world_size=int(os.environ.get("WORLD_SIZE", "1")), extra_rules=[_algorithm_rules])
     check_plugins(cfg)
     for warning in composition_warnings(as_dict(cfg)["algorithm"]):

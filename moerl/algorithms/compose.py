@@ -17,6 +17,7 @@ TRUST_FORMS: Mapping[str, str] = {
     "log_clip": "ratio",
     "soft_gate": "ratio",
     "dyn_clip": "ratio",
+    "position_clip": "ratio",
     "is_clip": "score",
     "gamma_kernel": "score",
     "div_mask": "score",
@@ -28,6 +29,7 @@ TRUST_LEVELS: Mapping[str, tuple[str, ...]] = {
     "log_clip": ("geo_clip",),
     "gamma_kernel": ("seq_prod",),
     "dyn_clip": ("token",),
+    "position_clip": ("prefix_prod",),
     "div_mask": ("token",),
     "ratio_mask": ("token",),
 }
@@ -44,7 +46,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "advantage.scale": ("none", "group_std", "batch_std_raw", "batch_std_centered"),
     "advantage.singleton": ("zero", "raw"),
     "anchor": ("old", "rollout"),
-    "level": ("none", "token", "seq_geo", "seq_geo_token", "seq_prod", "geo_clip"),
+    "level": ("none", "token", "seq_geo", "seq_geo_token", "seq_prod", "geo_clip", "prefix_prod", "prefix_min"),
     "form": ("ratio", "score"),
     "routing": ("none", "R2", "R3", "frozen_router", "frozen_router_bias"),
     "router_shift.stage": ("before_clip", "after_clip"),
@@ -222,10 +224,10 @@ def _kl(axes: Axes) -> Iterator[str]:
     if axes["kl.place"] != "loss":
         return
     importance, straight = axes["kl.importance"], axes["kl.straight_through"]
-    if axes["kl.estimator"] == "k1" and not importance and not straight:
+    if axes["kl.estimator"] == "k1" and not importance and not straight and not axes["kl.force"]:
         yield (
             "algorithm.kl.estimator is 'k1' with algorithm.kl.place 'loss': its expected gradient is 0; use k2 or "
-            "k3, or set algorithm.kl.importance or algorithm.kl.straight_through"
+            "k3, or set algorithm.kl.importance or algorithm.kl.straight_through, or algorithm.kl.force to keep it"
         )
     if importance and straight:
         yield "algorithm.kl.importance and algorithm.kl.straight_through are both true; choose one"

@@ -22,7 +22,8 @@ def rejected(axes: Axes) -> Iterator[str]:
         return
     correction = axes.name("correction")
     keep = "set algorithm.correction.rejected to keep_denominator"
-    if correction in READS_CURRENT_POLICY:
+    follows = correction == "rs" and axes.argument("correction", "policy", "old") == "current"
+    if correction in READS_CURRENT_POLICY or follows:
         yield (
             f"algorithm.correction.rejected is 'remove' with algorithm.correction {correction!r}, whose verdict is not "
             f"known before the update: {keep}"
@@ -94,6 +95,25 @@ def token_credit(axes: Axes) -> Iterator[str]:
                 f"algorithm.level is {level!r} with algorithm.{term}.place 'reward', which gives every token its own "
                 "advantage: one ratio per sequence needs one advantage per sequence; use algorithm.level "
                 f"seq_geo_token or token, or algorithm.{term}.place 'loss'"
+            )
+
+
+def clamp(axes: Axes) -> Iterator[str]:
+    """A clamp bounds the answer's advantage, before tokens get theirs."""
+    if axes.name("advantage.post") != "clamp":
+        return
+    later = {
+        "algorithm.advantage.center 'value'": axes["advantage.center"] == "value",
+        "algorithm.kl.place 'reward'": axes["kl.place"] == "reward" and _credits_tokens(axes),
+        "algorithm.entropy.place 'reward'": axes["entropy.place"] == "reward",
+        "algorithm.teacher.place 'reward'": axes["teacher.path"] is not None and axes["teacher.place"] == "reward",
+    }
+    for what, is_set in later.items():
+        if is_set:
+            yield (
+                f"algorithm.advantage.post is 'clamp' with {what}, which gives every token its own advantage after "
+                "the clamp: it would bound the answer's reward and not what trains; set algorithm.advantage.post to "
+                "whiten_tokens or none"
             )
 
 
@@ -177,4 +197,4 @@ def pairs(axes: Axes) -> Iterator[str]:
         )
 
 
-CREDIT_RULES = (rejected, coefficients, token_credit, history, token_weight, schedule, pairs)
+CREDIT_RULES = (rejected, coefficients, token_credit, clamp, history, token_weight, schedule, pairs)

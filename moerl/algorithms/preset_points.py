@@ -96,6 +96,3 @@ def dppo_point(kind: str, delta: float) -> Values:
     """A divergence mask against the rollout policy."""
     trust = {"name": "div_mask", "kind": kind, "delta": delta, "cap": 10.0}
     return score_point(GROUP_MEAN, BUDGET, trust, anchor="rollout")
-
-
-SIGNED = {"reward": "rewards must be -1 (wrong) and +1 (right)"}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from moerl.algorithms.newer_presets import NEWER_PRESETS
 from moerl.algorithms.peer_presets import PEER_PRESETS
 from moerl.algorithms.preset_points import (
     BUDGET,
@@ -15,7 +16,6 @@ from moerl.algorithms.preset_points import (
     REFILL_ROUNDS,
     SEQ_MEAN,
     SEQ_SUM,
-    SIGNED,
     SOFT_OVERLONG,
     TOKEN_MEAN,
     VALUE,
@@ -239,18 +239,17 @@ PRESETS: dict[str, Preset] = {
         "survey",
     ),
     "reinforce_rej": Preset(
-        ppo_point(RAW_REWARD, SEQ_MEAN, filters=[ZERO_VARIANCE]),
+        ppo_point(RAW_REWARD, SEQ_MEAN, filters=[ZERO_VARIANCE], shaping=[{"name": "signed"}]),
         "no baseline; prompts that are all right or all wrong are dropped",
         "2504.11343",
-        SIGNED,
     ),
     "raft_pp": Preset(
-        ppo_point(RAW_REWARD, SEQ_MEAN, filters=[{"name": "positives_only"}]),
+        ppo_point(RAW_REWARD, SEQ_MEAN, filters=[{"name": "positives_only"}], shaping=[{"name": "signed"}]),
         "train on the right answers only",
         "2504.11343",
-        SIGNED,
     ),
     **TOKEN_PRESETS,
+    **NEWER_PRESETS,
     **PEER_PRESETS,
 }
 """Methods by name; `<peer>/<method>` is a method with another framework's conventions."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moerl.algorithms.prefixes import min_before, prefix_sum
 from moerl.algorithms.segments import answers_at_once, masked_seq_mean, masked_seq_sum
 from moerl.algorithms.types import LossInputs
 
@@ -53,6 +54,16 @@ def _seq_geo_token(token_log_ratio: Tensor, x: LossInputs) -> Tensor:
     return _seq_geo(token_log_ratio.detach(), x) + (x.logprobs - x.logprobs.detach())
 
 
+def _prefix_prod(token_log_ratio: Tensor, x: LossInputs) -> Tensor:
+    """Value of the product up to the token, gradient of the token (CTPO, arXiv 2605.07331, and its authors' code)."""
+    return prefix_sum(token_log_ratio, x.mask, x.seq_ids, x.num_seqs) + (x.logprobs - x.logprobs.detach())
+
+
+def _prefix_min(token_log_ratio: Tensor, x: LossInputs) -> Tensor:
+    """The token's ratio times the smallest one before it (MinPRO, arXiv 2601.22718), which is detached."""
+    return token_log_ratio + min_before(token_log_ratio, x.mask, x.seq_ids, x.num_seqs)
+
+
 def _seq_prod(token_log_ratio: Tensor, x: LossInputs) -> Tensor:
     return masked_seq_sum(token_log_ratio, x.mask, x.seq_ids, x.num_seqs)
 
@@ -63,6 +74,8 @@ LEVELS = {
     "seq_geo": RatioLevel(_seq_geo, constant_advantage=True, is_mean=True),
     "seq_geo_token": RatioLevel(_seq_geo_token),
     "seq_prod": RatioLevel(_seq_prod, constant_advantage=True, is_mean=False),
+    "prefix_prod": RatioLevel(_prefix_prod),
+    "prefix_min": RatioLevel(_prefix_min),
     # The trust region `log_clip` clips each token first and takes the mean itself (GMPO).
     "geo_clip": RatioLevel(_token, constant_advantage=True),
 }

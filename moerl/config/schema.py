@@ -207,6 +207,8 @@ class KLSection:
     """Multiply by the token ratio (DeepSeek-V3.2's unbiased estimator)."""
     straight_through: bool = False
     """Value of `estimator`, gradient of k2."""
+    force: bool = False
+    """Take k1 in the loss all the same, although its expected gradient is 0."""
 
 
 @dataclass

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moerl.algorithms.checks import check_above, check_choice, check_range
 from moerl.algorithms.mismatch import MISMATCH_NEEDS, RejectionConfig, TokenCorrection, log_mismatch
+from moerl.algorithms.ratio import clamp_log_ratio
 from moerl.algorithms.registries import corrections
 from moerl.algorithms.segments import masked_seq_max, masked_seq_mean, masked_seq_sum
 from moerl.algorithms.types import LossInputs
@@ -22,6 +23,9 @@ class RsConfig(RejectionConfig):
     """`token`, `seq_sum`, `seq_mean` or `seq_max`."""
     estimator: str = "k3"
     """`k1`: u = train / rollout must lie in [min_ratio, max_ratio]; `k2`, `k3`: the statistic at most `threshold`."""
+    policy: str = "old"
+    """Whose distance from the rollout policy: `old` (the start of the step) or `current` (the policy in training, as
+    trust region masking has it)."""
     threshold: float = 0.05
     min_ratio: float = 0.5
     max_ratio: float = 2.0
@@ -30,6 +34,7 @@ class RsConfig(RejectionConfig):
         super().__post_init__()
         check_choice("correction.stat", self.stat, ("token", "seq_sum", "seq_mean", "seq_max"))
         check_choice("correction.estimator", self.estimator, ("k1", "k2", "k3"))
+        check_choice("correction.policy", self.policy, ("old", "current"))
         check_range("correction.threshold", self.threshold, 0.0)
         check_range("correction.min_ratio", self.min_ratio, 0.0, 1.0)
         check_above("correction.max_ratio", self.max_ratio, 1.0)
@@ -46,6 +51,8 @@ def _reduce(values: Tensor, x: LossInputs, stat: str) -> Tensor:
 def rs(x: LossInputs, cfg: RsConfig) -> TokenCorrection:
     """w = 1, k = [statistic within its bound]."""
     c = log_mismatch(x, "token")
+    if cfg.policy == "current":
+        c = clamp_log_ratio((x.logprobs - x.rollout_logprobs).detach())
     if cfg.estimator == "k1":
         # The maximum over a sequence looks both ways, so that one token outside the interval rejects the sequence.
         inside = (_reduce(c, x, cfg.stat).exp() <= cfg.max_ratio) & (
@@ -53,5 +60,5 @@ def rs(x: LossInputs, cfg: RsConfig) -> TokenCorrection:
         )
     else:
         value = 0.5 * c.square() if cfg.estimator == "k2" else torch.expm1(c) - c
-        inside = _reduce(value, x, cfg.stat) <= cfg.threshold
+        inside = ~(_reduce(value, x, cfg.stat) > cfg.threshold)  # a NaN of the learner is kept, and stops the run
     return TokenCorrection(torch.ones_like(c), inside)

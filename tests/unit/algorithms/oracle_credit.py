@@ -293,9 +293,13 @@ BY_NAME: dict[Credit, list[str]] = {
         "sapo",
         "vespo",
         "icepop",
+        "trm",
+        "vaco",
         "cisco",
         "lopti",
         "ar_lopti",
+        "ctpo",
+        "minpro",
     ],
     CENTRED: [
         "dr_grpo",

@@ -171,6 +171,10 @@ METHODS: dict[str, Method] = {
     "lopti": Method(LOPTI, TOKEN_MEAN, **k3(0.001)),
     "ar_lopti": Method(LOPTI, TOKEN_MEAN, rho=likely_counts_more, **k3(0.001)),
     "group_dpo": Method(PLAIN, PROMPT_MEAN, pairs=lambda batch: group_dpo(batch, 0.1)),
+    "ctpo": Method(terms.ctpo(0.025, 0.05), SEQ_MEAN),
+    "minpro": Method(terms.minpro(5.0), PROMPT_MEAN),
+    "trm": Method(PLAIN, SEQ_MEAN, terms.trm(0.05)),
+    "vaco": Method(PLAIN, SEQ_MEAN, terms.vaco(0.1)),
     "trl/grpo": Method(PLAIN, COUNTED),
     "trl/dr_grpo": Method(PLAIN, Shares("fixed_denominator", budget=BUDGET, count_empty=True)),
     "trl/dapo": Method(terms.token_clip(0.2, 0.28), TOKEN_MEAN),
@@ -219,6 +223,7 @@ CORRECTIONS: dict[str, tuple[Axes, terms.Correct]] = {
     ),
     "rs token k3": ({"name": "rs", "stat": "token"}, terms.reject("token", "k3", 0.05)),
     "rs seq_mean k3": ({"name": "rs"}, terms.reject("seq_mean", "k3", 0.05)),
+    "rs current": ({"name": "rs", "stat": "seq_max", "threshold": 0.2, "policy": "current"}, terms.trm(0.2)),
     "vaco": ({"name": "vaco", "bound": 0.2}, terms.vaco(0.2)),
 }
 """Arguments of a correction, and what it is."""
@@ -383,7 +388,8 @@ CASES: dict[str, tuple[Axes, Method]] = {
 """Axes that no preset has, each with its formula; laid over the schema's defaults."""
 
 COVERED = {
-    "trust": {"none", "clip", "log_clip", "soft_gate", "dyn_clip", "is_clip", "gamma_kernel", "div_mask", "ratio_mask"},
+    "trust": {"none", "clip", "log_clip", "soft_gate", "dyn_clip", "is_clip", "gamma_kernel", "div_mask", "ratio_mask"}
+    | {"position_clip"},
     "correction": {"none", "tis", "mis", "icepop", "seq_mask_tis", "opsm", "rs", "vaco"},
     "token_weight": {"one", "prob_reweight", "one_minus_ref_prob", "top_entropy"},
     "schedule": {"joint", "lopti"},

@@ -71,6 +71,35 @@ def gspo_token(lo: float, hi: float) -> Policy:
     return policy
 
 
+def ctpo(lo: float, hi: float) -> Policy:
+    """Value of the product of ratios up to the token, gradient of its own logprob; bounds grow as the root of t."""
+
+    def policy(s: Seq, on: list[int]) -> Losses:
+        d, result, total = differences(s, on), {}, 0.0
+        for position, t in enumerate(on, start=1):
+            total += sg(d[t])
+            own = held(total + (s.now[t] - sg(s.now[t])))
+            low, high = math.exp(-lo * math.sqrt(position)), math.exp(hi * math.sqrt(position))
+            result[t] = clipped(exp(own), s.advantage[t], low, high)
+        return result
+
+    return policy
+
+
+def minpro(cap: float) -> Policy:
+    """-sg[min(r_t min over s < t of r_s, cap)] A lp."""
+
+    def policy(s: Seq, on: list[int]) -> Losses:
+        d, result, smallest = differences(s, on), {}, 0.0
+        for position, t in enumerate(on):
+            weight = min(math.exp(held(sg(d[t]) + smallest)), cap)
+            result[t] = -weight * s.advantage[t] * s.now[t]
+            smallest = sg(d[t]) if position == 0 else min(smallest, sg(d[t]))
+        return result
+
+    return policy
+
+
 def gmpo(bound: float, *, before: float | None = None, after: float | None = None) -> Policy:
     """exp of the mean of log-ratios, each clipped on the side of A."""
 
@@ -311,6 +340,17 @@ def reject(stat: str, estimator: str, threshold: float, low: float = 0.5, high: 
                 kept = not above(up, math.log(high)) and not above(down, -math.log(low))
             result[t] = (1.0, kept)
         return result
+
+    return correct
+
+
+def trm(threshold: float) -> Correct:
+    """Answers of which some token's k3 of the ratio of the current policy to the rollout policy is too large."""
+
+    def correct(s: Seq, on: list[int]) -> Verdict:
+        gaps = [sg(held(sg(s.now[t]) - s.roll[t])) for t in on]
+        far = bool(on) and above(max(math.exp(x) - 1 - x for x in gaps), threshold)
+        return dict.fromkeys(on, (1.0, not far))
 
     return correct
 

@@ -38,7 +38,15 @@ DEFAULTS = [
     (
         corrections,
         "rs",
-        {**KEPT, "stat": "seq_mean", "estimator": "k3", "threshold": 0.05, "min_ratio": 0.5, "max_ratio": 2.0},
+        {
+            **KEPT,
+            "stat": "seq_mean",
+            "estimator": "k3",
+            "policy": "old",
+            "threshold": 0.05,
+            "min_ratio": 0.5,
+            "max_ratio": 2.0,
+        },
     ),
     (corrections, "seq_mask_tis", {**WEIGHS, "w_reduce": "none", "cap": 2.0, "min": 0.5, "max": 2.0}),
     (corrections, "tis", {**WEIGHS, "w_reduce": "none", "level": "token", "cap": 2.0}),

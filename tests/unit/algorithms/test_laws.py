@@ -147,7 +147,7 @@ SMOOTH = [
     name
     for name in (*PRESETS, *CASES)
     if case(name).section.form == "ratio"
-    and case(name).section.level != "seq_geo_token"
+    and case(name).section.level not in ("seq_geo_token", "prefix_prod")
     and not case(name).section.kl.straight_through
 ]
 """Losses that are what their gradient is of: nothing of the current policy is held still."""

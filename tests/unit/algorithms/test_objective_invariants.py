@@ -229,13 +229,13 @@ def test_a_rollout_logprob_that_nobody_reads_is_of_no_consequence(batch_v, name)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_infinite_logprob_is_counted_and_dropped_and_a_nan_reaches_the_loss(batch_v, name):
     logprobs = batch_v.now.clone()
-    logprobs[4] = -math.inf
+    logprobs[6] = -math.inf
     loss, gradient, metrics = batch_v.run(PRESETS[name].values, logprobs)
     assert loss.isfinite()
     assert gradient.isfinite().all()
-    assert gradient[4] == 0
+    assert gradient[6] == 0
     assert metrics["pg/invalid_logprobs"] == 1
-    logprobs[4] = math.nan
+    logprobs[6] = math.nan
     assert batch_v.run(PRESETS[name].values, logprobs)[0].isnan()
 
 
