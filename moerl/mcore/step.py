@@ -185,9 +185,7 @@ def contract_metrics(minibatch: Sequence[MicroBatch], results: Sequence[MicroRes
     """
     found: Metrics = {}
     for batch, result in zip(minibatch, results, strict=True):
-        if (
-            batch.old_logprobs is not None
-        ):  # without a score pass, as for a file's completions, no engine's are compared
+        if batch.old_logprobs is not None:  # a file's completions are not scored; they have no engine's logprobs
             near = (result.logprobs - batch.rollout_logprobs).abs() <= FP32_LOGPROB_TOLERANCE  # a NaN is not near
             merge_into(found, {"contract/logp_beyond_fraction": masked_mean((~near).float(), batch.mask)})
         if batch.old_logprobs is not None:
