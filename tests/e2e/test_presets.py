@@ -41,6 +41,12 @@ METHODS = {
     "scalerl": ("algorithm.preset=scalerl", {"rollout/prompts_passed_over"}),
     "trl_dr_grpo": ("algorithm.preset=trl/dr_grpo", set()),
     "verl_gspo": ("algorithm.preset=verl/gspo", set()),
+    "ctpo": ("algorithm.preset=ctpo", {"pg/clip_high", "pg/clip_low"}),
+    "minpro": ("algorithm.preset=minpro", {"pg/clip_high"}),
+    "trm": ("algorithm.preset=trm", {"mm/reject_seq"}),
+    "vaco": ("algorithm.preset=vaco", {"mm/reject"}),
+    "signed": ("algorithm.preset=reinforce_rej", {"reward/shaping_signed"}),
+    "modifiers": ("algorithm.preset=gspo+tis_seq+r3", {"mm/weight_mean", "route/replay_coverage"}),
     "removal": (
         "algorithm.preset=icepop algorithm.correction.rejected=remove rollout.engine.precision=bf16",
         {"mm/removed_tokens", "mm/removed_seqs"},
