@@ -20,7 +20,10 @@ class RolloutEngine(Protocol):
     """Generates; six methods and no more. Chat templates, rewards and retries are not its business."""
 
     async def generate(self, token_ids: np.ndarray, params: SamplingParams, request_id: str) -> Completion:
-        """Continue `token_ids` [s]; `request_id` is `<prompt_id>#<index>`."""
+        """Continue `token_ids` [s]; `request_id` is `<prompt_id>#<index>`.
+
+        Optional, and promised by traits of the engine's registration (`moerl.rollout.engine`): `params.top_logprobs`.
+        """
         ...
 
     async def pause(self) -> None:

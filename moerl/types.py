@@ -63,6 +63,16 @@ class Support:
 
 
 @dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """The likeliest tokens of each step and their log-probabilities under the distribution that was sampled."""
+
+    ids: np.ndarray
+    """[s, k] int32, the likeliest first; -1 where fewer than k tokens were in the running, or nothing was sampled."""
+    logprobs: np.ndarray
+    """[s, k] float32; -inf where the id is -1."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One task, tokenised."""
 
@@ -97,6 +107,8 @@ class SamplingParams:
     seed: int = 0
     """Of this one completion; the same seed, weights and prompt give the same tokens whatever else is in the batch."""
     return_routes: bool = True
+    top_logprobs: int = 0
+    """Likeliest tokens of each step to return with their log-probabilities; 0 is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +126,8 @@ class Completion:
     has none."""
     support: Support | None = None
     """[s] steps; None where the whole vocabulary was in the running."""
+    top_logprobs: TopLogprobs | None = None
+    """[s] steps; None where none were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +150,8 @@ class Trajectory:
     """[s] bool."""
     support: Support | None = None
     """[s] steps, empty ones outside the mask."""
+    top_logprobs: TopLogprobs | None = None
+    """[s] steps, ids -1 outside the mask."""
     response_text: str = ""
     status: TrajectoryStatus = "ok"
     error: str = ""
@@ -183,6 +199,7 @@ class Sample:
     routed_experts: ArrayRef | None = None
     has_route: np.ndarray | None = None
     support: Support | None = None
+    top_logprobs: TopLogprobs | None = None
     components: np.ndarray | None = None
     """[c] float64: reward components as the credit rule saw them, NaN where the sample is in no statistic; what credit
     after the score pass is made of."""
@@ -262,6 +279,10 @@ class MicroBatch:
     has_route: Tensor | None = None
     """[t] bool."""
     support: PackedSupport | None = None
+    rollout_top_ids: Tensor | None = None
+    """[t, k] int64: the engine's likeliest tokens at each step; -1 where there is none."""
+    rollout_top_logprobs: Tensor | None = None
+    """[t, k] float32: what the engine gave them; -inf where there is none."""
     old_logprobs: Tensor | None = None
     """[t] float32, filled by the score pass."""
     ref_logprobs: Tensor | None = None
@@ -274,6 +295,8 @@ class MicroBatch:
     """[t] float32: what the critic is trained toward, filled by the token credit; 0 outside the mask."""
     old_entropy: Tensor | None = None
     """[t] float32, filled by the score pass where it is needed."""
+    old_top_logprobs: Tensor | None = None
+    """[t, k] float32: what the policy gave `rollout_top_ids` at the score pass; filled where they are there."""
     old_routes: Tensor | None = None
     """[t, l, k] int64: the router's own top-k at the weights of the score pass (not shifted), whatever was replayed."""
     old_router_logprobs: Tensor | None = None
@@ -332,3 +355,14 @@ class RouterStats:
 def device_of(batch: StepBatch) -> torch.device:
     """The device that the batch's tensors live on."""
     return batch.minibatches[0][0].token_ids.device
+
+
+def join_sampled(batch: MicroBatch, top_logprobs: Tensor, logprobs: Tensor) -> Tensor:
+    """[t, k + 1]: a policy's logprobs on the engine's likeliest tokens [t, k] and on the sampled token [t].
+
+    -inf where there is no such token, and in the last column where the sampled one is among the k already.
+    """
+    assert batch.rollout_top_ids is not None
+    top = top_logprobs.masked_fill(batch.rollout_top_ids < 0, -torch.inf)
+    is_among = (batch.rollout_top_ids == batch.token_ids[:, None]).any(-1)
+    return torch.cat([top, logprobs.masked_fill(is_among, -torch.inf)[:, None]], -1)

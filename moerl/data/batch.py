@@ -108,6 +108,10 @@ def _check(sample: Sample, position: int) -> None:
         raise DataError(
             f"{name}: support has {len(sample.support.offsets)} offsets, needs {length + 1} for {length} tokens"
         )
+    if sample.top_logprobs is not None:
+        ids, logprobs = sample.top_logprobs.ids.shape, sample.top_logprobs.logprobs.shape
+        if len(ids) != 2 or ids[0] != length or logprobs != ids:
+            raise DataError(f"{name}: top logprobs have ids {ids} and values {logprobs}; both must be ({length}, k)")
     if bool(sample.loss_mask[0]):
         raise DataError(f"{name}: its first token is in the loss, but nothing comes before it that could predict it")
     if not sample.temperature > 0:
@@ -120,6 +124,7 @@ def _pack(samples: Sequence[Sample], shares: Mapping[str, np.ndarray], device: t
     mask = np.concatenate([s.loss_mask for s in samples]).astype(bool)
     weights = token_weights(shares, [s.sample_id for s in samples], lengths, mask)
     routes, has_route = _routes(samples)
+    top = _top_logprobs(samples)
 
     def put(values: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
@@ -140,6 +145,8 @@ def _pack(samples: Sequence[Sample], shares: Mapping[str, np.ndarray], device: t
         routes=None if routes is None else put(routes, torch.int64),
         has_route=None if has_route is None else put(has_route, torch.bool),
         support=_support(samples, put),
+        rollout_top_ids=None if top is None else put(top[0], torch.int64),
+        rollout_top_logprobs=None if top is None else put(top[1], torch.float32),
     )
 
 
@@ -164,6 +171,22 @@ def _routes(samples: Sequence[Sample]) -> tuple[np.ndarray | None, np.ndarray | 
         arrays.append(array)
         flags.append(flag)
     return np.concatenate(arrays), np.concatenate(flags)
+
+
+def _top_logprobs(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Ids [t, k] and logprobs [t, k] where the samples have any; rows of -1 for one without."""
+    widths = {s.top_logprobs.ids.shape[1] for s in samples if s.top_logprobs is not None}
+    if not widths:
+        return None
+    if len(widths) > 1:
+        raise DataError(f"samples have {sorted(widths)} top logprobs a token; all engines must return the same number")
+    shape = next(iter(widths))
+    ids = [np.full((len(s.token_ids), shape), -1) if s.top_logprobs is None else s.top_logprobs.ids for s in samples]
+    values = [
+        np.full((len(s.token_ids), shape), -np.inf) if s.top_logprobs is None else s.top_logprobs.logprobs
+        for s in samples
+    ]
+    return np.concatenate(ids), np.concatenate(values)
 
 
 def _support(samples: Sequence[Sample], put: Callable[[np.ndarray, torch.dtype], Tensor]) -> PackedSupport | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moerl.errors import DataError
-from moerl.types import MicroBatch
+from moerl.types import MicroBatch, join_sampled
 
 COLUMNS = (
     "old_logprobs",
@@ -199,7 +199,18 @@ def from_micro_batches(micro_batches: tuple[MicroBatch, ...]) -> TokenBatch:
     )
     if len(reference) == len(micro_batches):
         fields["ref_logprobs"] = torch.cat(reference)
+    if all(micro.rollout_top_logprobs is not None for micro in micro_batches):
+        pairs = [_top_pair(micro, current) for micro, current in zip(micro_batches, old, strict=True)]
+        fields["rollout_topk"], fields["topk_logprobs"] = (torch.cat(part) for part in zip(*pairs, strict=True))
     return TokenBatch.from_tensors(fields)
+
+
+def _top_pair(micro: MicroBatch, current: Tensor) -> tuple[Tensor, Tensor]:
+    """Logprobs [t, k + 1] of the rollout policy and of the policy, on the engine's likeliest tokens and the sampled."""
+    rollout = micro.rollout_top_logprobs
+    assert rollout is not None
+    policy = rollout if micro.old_top_logprobs is None else micro.old_top_logprobs
+    return join_sampled(micro, rollout, micro.rollout_logprobs), join_sampled(micro, policy, current)
 
 
 def _packed(source: Tensor, fields: Mapping[str, Tensor]) -> TokenBatch:

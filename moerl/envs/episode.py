@@ -7,7 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from moerl.errors import RolloutError
-from moerl.types import ArrayRef, Completion, FinishReason, SamplingParams, Support, Trajectory, TrajectoryStatus
+from moerl.types import (
+    ArrayRef,
+    Completion,
+    FinishReason,
+    SamplingParams,
+    Support,
+    TopLogprobs,
+    Trajectory,
+    TrajectoryStatus,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,7 @@ class Episode:
         self._has_all_routes = wants_routes
         self._support_sizes = [np.zeros(self._prompt_length, dtype=np.int64)]
         self._support_ids: list[np.ndarray] = []
+        self._top: list[TopLogprobs] = []
 
     @property
     def num_sampled(self) -> int:
@@ -63,8 +73,8 @@ class Episode:
         """Append what the engine answered to `params`.
 
         Raises:
-            RolloutError: no tokens (unless aborted), more than asked for, or another number of logprobs, support steps
-                or route rows than the tokens make; names the request.
+            RolloutError: no tokens (unless aborted), more than asked for, or another number of logprobs, top logprobs,
+                support steps or route rows than the tokens make; names the request.
         """
         tokens = np.asarray(completion.token_ids, dtype=np.int32)
         count, before = len(tokens), len(self.token_ids)
@@ -81,6 +91,8 @@ class Episode:
             )
         self._add_routes(completion, before, count, request_id)
         self._add_support(completion.support, count, request_id)
+        if params.top_logprobs:
+            self._add_top(completion.top_logprobs, (count, params.top_logprobs), request_id)
         self.token_ids = np.concatenate([self.token_ids, tokens])
         self._logprobs.append(np.asarray(completion.logprobs, dtype=np.float32))
         if count:
@@ -109,6 +121,7 @@ class Episode:
             routed_experts=routes,
             has_route=has_route,
             support=support,
+            top_logprobs=self._joined_top(),
             response_text=text,
             status=status,
             error=error,
@@ -140,6 +153,23 @@ class Episode:
             )
         self._support_sizes.append(np.diff(support.offsets))
         self._support_ids.append(support.ids)
+
+    def _add_top(self, top: TopLogprobs | None, expected: tuple[int, int], request_id: str) -> None:
+        found = None if top is None else (top.ids.shape, top.logprobs.shape)
+        if top is None or found != (expected, expected):
+            raise RolloutError(
+                f"request {request_id}: top logprobs of shape {found} for {expected[0]} tokens and "
+                f"{expected[1]} asked for; the engine must return [tokens, asked for] ids and logprobs"
+            )
+        self._top.append(top)
+
+    def _joined_top(self) -> TopLogprobs | None:
+        if not self._top:
+            return None
+        prompt = (self._prompt_length, self._top[0].ids.shape[1])
+        ids = [np.full(prompt, -1, dtype=np.int32), *(one.ids for one in self._top)]
+        logprobs = [np.full(prompt, -np.inf, dtype=np.float32), *(one.logprobs for one in self._top)]
+        return TopLogprobs(np.concatenate(ids).astype(np.int32), np.concatenate(logprobs).astype(np.float32))
 
     def _add_span(self, start: int, end: int, version: int) -> None:
         if self._spans and self._spans[-1][1:] == (start, version):

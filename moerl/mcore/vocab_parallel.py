@@ -58,6 +58,8 @@ class _Job:
     support: PackedSupport | None
     shard: VocabShard
     chunk: int
+    ids: Tensor | None = None
+    """[r, k] int64: further tokens to give the log-probability of."""
 
     def logits(self, hidden: Tensor, weight: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
         """[c, v] float32 logits at temperature, and [c, v] bool: not in the running (None: all are)."""
@@ -83,7 +85,16 @@ class _Job:
 
     def own(self, rows: slice, width: int) -> tuple[Tensor, Tensor]:
         """Where this shard holds the target [c] bool, and the target's local column [c], clamped into range."""
-        local = self.targets[rows] - self.shard.start
+        return self._here(self.targets[rows], width)
+
+    def further(self, shifted: Tensor, rows: slice) -> Tensor:
+        """[c, k]: entries of `shifted` [c, v] at the further tokens, over all shards."""
+        assert self.ids is not None
+        owned, column = self._here(self.ids[rows], shifted.shape[1])
+        return self.shard.sum_(shifted.gather(-1, column).masked_fill_(~owned, 0.0))
+
+    def _here(self, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        local = ids - self.shard.start
         return (local >= 0) & (local < width), local.clamp(0, width - 1)
 
 
@@ -93,8 +104,9 @@ def _row_slices(count: int, chunk: int) -> list[slice]:
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, job: _Job) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, job: _Job) -> tuple[Tensor, Tensor, Tensor]:
         count = hidden.shape[0]
+        further = hidden.new_empty((count, 0 if job.ids is None else job.ids.shape[1]), dtype=torch.float32)
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         entropy, log_norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for rows in _row_slices(count, job.chunk):
@@ -104,22 +116,26 @@ class _LinearLogprob(torch.autograd.Function):
             shifted = logits.sub_(largest[:, None])
             owned, column = job.own(rows, shifted.shape[1])
             target = shifted.gather(-1, column[:, None])[:, 0].masked_fill_(~owned, 0.0)
+            if job.ids is not None:
+                further[rows] = job.further(shifted, rows)
             weights = shifted.exp()
             sums = job.shard.sum_(torch.stack([weights.sum(-1), (weights * shifted).sum(-1), target]))
             log_sum = sums[0].log()
             log_norm[rows] = largest + log_sum
             logprobs[rows] = sums[2] - log_sum
             entropy[rows] = log_sum - sums[1] / sums[0]
+            further[rows] -= log_sum[:, None]
         ctx.save_for_backward(hidden, weight, log_norm, entropy)
         ctx.job = job
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(further)
+        return logprobs, entropy, further
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None]:
         hidden, weight, log_norm, entropy = ctx.saved_tensors
         job: _Job = ctx.job
-        logprob_grad, entropy_grad = grads
+        logprob_grad, entropy_grad, _ = grads
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for rows in _row_slices(hidden.shape[0], job.chunk):
@@ -166,10 +182,52 @@ def linear_logprobs(
         shard: Which rows of the vocabulary `weight` is; the whole one by default.
         chunk_elements: Bound on logits that exist at a time.
     """
-    chunk = max(1, chunk_elements // weight.shape[0])
-    job = _Job(targets, temperature.float().reciprocal(), support, shard or VocabShard(), chunk)
-    logprobs, entropy = _LinearLogprob.apply(hidden, weight, job)  # pyright: ignore[reportGeneralTypeIssues] apply is untyped
+    settings = _Settings(support, shard, chunk_elements)
+    logprobs, entropy, _ = _apply(hidden, weight, (targets, None), temperature, settings)
     return logprobs, entropy
+
+
+def linear_top_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: tuple[Tensor, Tensor],
+    temperature: Tensor,
+    *,
+    support: PackedSupport | None = None,
+    shard: VocabShard | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `linear_logprobs`, and from the same logits the log-probabilities of further tokens, without gradient.
+
+    Args:
+        hidden: [r, h].
+        weight: [v, h].
+        targets: [r] int64, and the further tokens [r, k] int64; what is no token id gets a value without meaning.
+        temperature: [r].
+        support: as there.
+        shard: as there.
+        chunk_elements: as there.
+
+    Returns:
+        Log-probabilities [r] and entropies [r] with gradient, log-probabilities of the further tokens [r, k].
+    """
+    return _apply(hidden, weight, targets, temperature, _Settings(support, shard, chunk_elements))
+
+
+@dataclass(frozen=True)
+class _Settings:
+    support: PackedSupport | None
+    shard: VocabShard | None
+    chunk_elements: int
+
+
+def _apply(
+    hidden: Tensor, weight: Tensor, targets: tuple[Tensor, Tensor | None], temperature: Tensor, settings: _Settings
+) -> tuple[Tensor, Tensor, Tensor]:
+    chunk = max(1, settings.chunk_elements // weight.shape[0])
+    shard = settings.shard or VocabShard()
+    job = _Job(targets[0], temperature.float().reciprocal(), settings.support, shard, chunk, targets[1])
+    return _LinearLogprob.apply(hidden, weight, job)  # pyright: ignore[reportReturnType] apply is untyped
 
 
 def shift_support(support: PackedSupport) -> PackedSupport:

@@ -77,6 +77,32 @@ def draw(logits: Tensor, uniforms: Tensor, rules: DrawRules) -> tuple[Tensor, Te
     return tokens, torch.where(greedy, 0.0, logprobs), allowed
 
 
+def likeliest(logits: Tensor, rules: DrawRules, allowed: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """The tokens that `draw` was most likely to take.
+
+    Args:
+        logits: [b, v] float32.
+        rules: [b] rows.
+        allowed: [b, v] bool, as `draw` returned it.
+        count: how many.
+
+    Returns:
+        ids [b, count] int64, the likeliest first, and their logprobs [b, count] float64 under the distribution that is
+        sampled (greedy: a point mass); -1 and -inf where fewer tokens have a probability.
+    """
+    greedy = rules.temperature == 0
+    scaled = logits.double() / torch.where(greedy, 1.0, rules.temperature)[:, None]
+    out = torch.zeros_like(scaled, dtype=torch.bool) if allowed is None else ~allowed
+    if greedy.any():
+        point = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).bool()
+        out = torch.where(greedy[:, None], ~point, out)
+    logprobs = scaled.masked_fill(out, -torch.inf).log_softmax(-1)
+    values, ids = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
+    missing = (0, count - values.shape[-1])
+    values = torch.nn.functional.pad(values, missing, value=-torch.inf)
+    return torch.nn.functional.pad(ids, missing, value=-1).masked_fill(values == -torch.inf, -1), values
+
+
 def uniforms_of(seed: int, count: int) -> np.ndarray:
     """[count] float64 in [0, 1): the numbers of one request, the same whatever else is in the batch."""
     return np.random.Generator(np.random.Philox(key=seed)).random(count)

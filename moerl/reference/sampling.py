@@ -14,10 +14,10 @@ from torch import Tensor
 from moerl.errors import CheckpointError, RolloutError
 from moerl.reference.config import ReferenceConfig
 from moerl.reference.decoder import Decoder, DecoderWeights, KVCache
-from moerl.reference.draw import DrawRules, draw, has_limits, uniforms_of
+from moerl.reference.draw import DrawRules, draw, has_limits, likeliest, uniforms_of
 from moerl.reference.loading import check_weights, read_weights
 from moerl.reference.precision import check_precision
-from moerl.types import FinishReason, SamplingParams, Support
+from moerl.types import FinishReason, SamplingParams, Support, TopLogprobs
 
 COMPACT_BELOW = 0.8
 """Finished rows are dropped from the batch once fewer than this share is live (a copy of the cache each time)."""
@@ -38,6 +38,8 @@ class SampledTokens:
     """[p + s - 1, l, k] uint8, int16 above 256 experts; None where not asked for."""
     support: Support | None
     """[s] steps; None where top-p and top-k are off."""
+    top_logprobs: TopLogprobs | None
+    """[s] steps; None where none were asked for."""
 
 
 class Sampler:
@@ -103,6 +105,7 @@ class Sampler:
             ("temperature", 0 <= params.temperature < float("inf"), "0 (greedy) or a positive number"),
             ("top_p", 0 < params.top_p <= 1, "above 0, up to 1"),
             ("top_k", params.top_k >= 0, "0 (off) or more"),
+            ("top_logprobs", params.top_logprobs >= 0, "0 (none) or more"),
             ("seed", 0 <= params.seed < 2**128, "0 to 2**128 - 1"),
         )
         for field, fine, allowed in checks:
@@ -142,6 +145,7 @@ class _Row:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.support: list[np.ndarray] | None = [] if has_limits(params, vocab_size) else None
+        self.top: list[tuple[np.ndarray, np.ndarray]] = []
         self.finish: FinishReason | None = None
         self._stops = frozenset(params.stop_token_ids)
         # A character takes at most four byte tokens, so a stop string that the newest token ends lies within these.
@@ -168,7 +172,11 @@ class _Row:
         if routes is not None:
             routes = routes[: self.prompt_length + len(self.tokens) - 1].copy()
         tokens, logprobs = np.array(self.tokens, dtype=np.int32), np.array(self.logprobs, dtype=np.float32)
-        return SampledTokens(tokens, logprobs, self.finish, routes, support)
+        top = None
+        if self.top:
+            ids, values = zip(*self.top, strict=True)
+            top = TopLogprobs(np.stack(ids).astype(np.int32), np.stack(values).astype(np.float32))
+        return SampledTokens(tokens, logprobs, self.finish, routes, support, top)
 
 
 class _Batch:
@@ -187,6 +195,7 @@ class _Batch:
         self.prompts = prompts
         self.rows = [_Row(p, len(ids), cfg.vocab_size) for ids, p in zip(prompts, params, strict=True)]
         self.rules = DrawRules.of(params, cfg.vocab_size)
+        self.num_top = max(p.top_logprobs for p in params)
         self.steps = max(p.max_new_tokens for p in params)
         self.uniforms = torch.zeros(len(params), self.steps, dtype=torch.float64)
         for row, p in enumerate(params):
@@ -241,6 +250,7 @@ class _Batch:
         if not torch.isfinite(logits).all():
             raise RolloutError("logits are not finite: the published weights are damaged, or training has diverged")
         tokens, logprobs, allowed = draw(logits, self.uniforms[live, step], self.rules.rows(live))
+        top = likeliest(logits, self.rules.rows(live), allowed, self.num_top) if self.num_top else None
         numbers = zip(live.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
         for place, (index, token, logprob) in enumerate(numbers):
             row = self.rows[index]
@@ -248,6 +258,9 @@ class _Batch:
                 continue
             if row.support is not None and allowed is not None:
                 row.support.append(allowed[place].nonzero()[:, 0].numpy())
+            if top is not None and row.params.top_logprobs:
+                ids, values = (part[place, : row.params.top_logprobs].numpy() for part in top)
+                row.top.append((ids, values))
             row.add(token, logprob, self.decode)
         return tokens
 

@@ -8,6 +8,10 @@ An engine is one class under `rollout/engines/` that keeps `moerl.protocols.Roll
 
 `injects` names the keyword arguments that `build.py` hands over beside the config: `sampler` (a `TextSampler`),
 `completions` (prompt id -> the file's own token ids), `policy_version` (of the weights it starts with).
+
+Capabilities are traits beside it: `returns_topk=True` promises that a completion carries `top_logprobs` where
+`SamplingParams.top_logprobs` asks for them. What a configuration needs and the engine does not promise is refused when
+the configuration is read.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from moerl.registry import Registry
-from moerl.types import FinishReason, SamplingParams, Support
+from moerl.types import FinishReason, SamplingParams, Support, TopLogprobs
 
 engines: Registry[Any] = Registry("rollout engine", "moerl.rollout.engines")
 
@@ -50,6 +54,11 @@ class SampledText(Protocol):
 
     @property
     def support(self) -> Support | None:
+        """[s] steps."""
+        ...
+
+    @property
+    def top_logprobs(self) -> TopLogprobs | None:
         """[s] steps."""
         ...
 

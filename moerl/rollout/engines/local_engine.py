@@ -214,4 +214,5 @@ def _completion(one: SampledText, version: int) -> Completion:
         policy_version=version,
         routed_experts=None if one.routes is None else LocalArray(one.routes),
         support=one.support,
+        top_logprobs=one.top_logprobs,
     )

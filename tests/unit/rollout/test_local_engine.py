@@ -13,7 +13,7 @@ import torch
 from moerl.checksums import checksum
 from moerl.errors import CheckpointError, RolloutError, WeightSyncError
 from moerl.rollout.engines.local_engine import LocalEngine, LocalEngineConfig
-from moerl.types import SamplingParams, Support, WeightBucket
+from moerl.types import SamplingParams, Support, TopLogprobs, WeightBucket
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Echo:
     finish_reason: str = "stop"
     routes: np.ndarray | None = None
     support: Support | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 class EchoSampler:
