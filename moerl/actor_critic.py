@@ -37,7 +37,7 @@ class ActorCritic:
         """One optimizer step per minibatch of the critic, then of the policy.
 
         Raises:
-            NumericsError: a loss or gradient of either is not finite.
+            NumericsError: a loss or gradient of either is not finite; where it is the policy's, the critic has moved.
         """
         metrics = _advantage_metrics(batch)
         merge_into(metrics, self._critic.update(batch))

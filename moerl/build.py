@@ -238,6 +238,7 @@ class _Packer:
             max_tokens_per_microbatch=self._batch.max_tokens_per_microbatch,
             seed=seed,
             atoms=atoms,
+            microbatch_multiple=self._policy.parallel.microbatch_multiple,
         )
         return build_step_batch(
             numbered,

@@ -52,7 +52,7 @@ class CheckpointError(MoerlError, RuntimeError):
 
 
 class NumericsError(MoerlError, ArithmeticError):
-    """A loss or gradient that is not finite; raised on every rank before the optimizer moves."""
+    """A loss, gradient or weight that is not finite; raised on every rank, before an update or a checkpoint is made."""
 
 
 class Interrupted(MoerlError, KeyboardInterrupt):  # noqa: N818  it is a signal, not an error

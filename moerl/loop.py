@@ -75,7 +75,7 @@ def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> N
 
     Raises:
         Interrupted: Ctrl-C or SIGTERM came; the state of the last finished step is saved.
-        NumericsError: a loss or gradient was not finite; the batch is dumped, the weights are those of before.
+        NumericsError: a loss, gradient or weight was not finite; the batch is dumped, and nothing of the step is saved.
     """
     with StopSignal() as stop, rooms.records:
         first = _resume(rooms, resume_from) if resume_from else _start(rooms)
@@ -115,7 +115,7 @@ def _train_step(rooms: Rooms, step: int) -> Metrics:
             merge_into(metrics, rooms.policy.update(batch, rooms.objective))
     except NumericsError as error:
         path = records.dump(step, batch, reason=str(error))
-        raise NumericsError(f"step {step}: {error}; the optimizer was not stepped; the batch is in {path}") from error
+        raise NumericsError(f"step {step}: {error}; nothing of this step was saved; its batch is in {path}") from error
     rooms.token_credit.adapt(metrics)
     if rooms.policy.version == 1:  # the run's first update, whichever step had the first token to train on
         records.extra(rooms.contract.check(to_floats(metrics)))

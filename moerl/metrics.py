@@ -1,7 +1,8 @@
 """Metrics that carry their own law of reduction, so that an average is never averaged again.
 
-`Mean` holds a total and a count; `Sum`, `Max`, `Min` and `Last` the obvious. `merge` is associative: micro-batches,
-ranks and steps combine in any order. Values may be 0-dim tensors until `to_floats`, so that nothing leaves the device
+`Mean` holds a total and a count; `Sum`, `Max`, `Min` and `Last` the obvious; `EffectiveSize` and `Correlation` the
+moments they are made of, `Quantile` the numbers themselves. `merge` is associative: micro-batches, ranks and steps
+combine in any order. Values may be 0-dim tensors until `to_floats`, so that nothing leaves the device
 in a micro-batch.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
+
+import numpy as np
 
 Scalar = Any
 """A float, or a 0-dim tensor that is turned into one by `to_floats`."""
@@ -92,8 +95,85 @@ class Min:
 
 
 @dataclass(frozen=True, slots=True)
+class EffectiveSize:
+    """Effective sample size of weights w as a share of their number: `(sum w)^2 / (count * sum w^2)`."""
+
+    total: Scalar
+    squares: Scalar
+    count: Scalar
+
+    def merge(self, other: EffectiveSize) -> EffectiveSize:
+        """Add the moments."""
+        return EffectiveSize(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+    def value(self) -> float | None:
+        """In (0, 1]; None without weights."""
+        divisor = float(self.count) * float(self.squares)
+        return float(self.total) ** 2 / divisor if divisor else None
+
+
+@dataclass(frozen=True, slots=True)
+class Correlation:
+    """Pearson's correlation of pairs (a, b), from their number, means and central sums of products."""
+
+    count: Scalar
+    mean_a: Scalar
+    mean_b: Scalar
+    aa: Scalar
+    """Sum of `(a - mean_a)^2`."""
+    bb: Scalar
+    ab: Scalar
+
+    def merge(self, other: Correlation) -> Correlation:
+        """Pool two samples (Chan, Golub and LeVeque 1983: no cancellation of raw moments)."""
+        count = float(self.count) + float(other.count)
+        if not count:
+            return self
+        share = float(other.count) / count
+        da, db = float(other.mean_a) - float(self.mean_a), float(other.mean_b) - float(self.mean_b)
+        between = float(self.count) * share
+        return Correlation(
+            count,
+            float(self.mean_a) + share * da,
+            float(self.mean_b) + share * db,
+            float(self.aa) + float(other.aa) + between * da * da,
+            float(self.bb) + float(other.bb) + between * db * db,
+            float(self.ab) + float(other.ab) + between * da * db,
+        )
+
+    def value(self) -> float | None:
+        """In [-1, 1]; None where one side does not vary."""
+        scale = (float(self.aa) * float(self.bb)) ** 0.5
+        return float(self.ab) / scale if scale > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantile:
+    """A quantile (linear interpolation) of all numbers together, which it therefore keeps until it is read."""
+
+    level: float
+    """In [0, 1]."""
+    parts: tuple[Any, ...]
+    """Vectors: tensors on any device, or numpy arrays."""
+
+    def merge(self, other: Quantile) -> Quantile:
+        """Keep the numbers of both."""
+        return Quantile(self.level, self.parts + other.parts)
+
+    def numbers(self) -> np.ndarray:
+        """All of them, float64."""
+        arrays = [np.asarray(part.cpu() if hasattr(part, "cpu") else part, dtype=np.float64) for part in self.parts]
+        return np.concatenate(arrays) if arrays else np.empty(0)
+
+    def value(self) -> float | None:
+        """None without numbers."""
+        numbers = self.numbers()
+        return float(np.quantile(numbers, self.level)) if len(numbers) else None
+
+
+@dataclass(frozen=True, slots=True)
 class Last:
-    """The most recent value; only for what every rank agrees on (a learning rate, a version, an exact quantile)."""
+    """The most recent value; only for what every rank agrees on (a learning rate, a version)."""
 
     last: Scalar
 

@@ -12,7 +12,15 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from moerl.analysis.run_folder import CONFIG_FILE, REPORT_FILE, SUMMARY_FILE
+from moerl.analysis.run_folder import (
+    CONFIG_FILE,
+    LOAD_FILE,
+    METRICS_FILE,
+    PASS_RATES_FILE,
+    REPORT_FILE,
+    SAMPLES_FILE,
+    SUMMARY_FILE,
+)
 from moerl.checkpoint import Checkpoint, CheckpointStore
 from moerl.config.load import as_dict, read_values, resolved_yaml
 from moerl.config.resume import check_resume
@@ -23,6 +31,9 @@ from moerl.models.hf_folder import read_config
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
+
+_RECORDS = frozenset({CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, LOAD_FILE, PASS_RATES_FILE})
+"""What a run writes before its first checkpoint, and the same run writes again."""
 
 
 def folder_of(cfg: RunConfig) -> Path:
@@ -60,11 +71,17 @@ def find_checkpoint(cfg: RunConfig, store: CheckpointStore) -> Checkpoint | None
 def prepare(cfg: RunConfig, *, resumes: bool) -> Path:
     """Make the run folder and write its config.yaml; an earlier run that does not go on is set aside, not deleted.
 
-    A run that goes on loses its summary, which speaks of its earlier end.
+    Save one: the same run, killed before its first checkpoint, is begun again in its place, as it would leave one more
+    folder for every kill. A run that goes on loses its summary, which speaks of its earlier end.
     """
     folder = folder_of(cfg)
     if not resumes and folder.is_dir() and any(folder.iterdir()):
-        _set_aside(folder)
+        if cfg.run.resume == "auto" and _is_false_start(folder, cfg):
+            logger.warning("%s was stopped before its first checkpoint; it begins again", folder)
+            for name in _RECORDS:
+                (folder / name).unlink(missing_ok=True)
+        else:
+            _set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     temporary = folder / f"{CONFIG_FILE}.tmp"
@@ -106,6 +123,16 @@ def lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _is_false_start(folder: Path, cfg: RunConfig) -> bool:
+    """Nothing but the records of the same configuration: no checkpoint, dump, export, report or file of a person."""
+    config = folder / CONFIG_FILE
+    if not config.is_file() or config.read_text() != resolved_yaml(cfg):
+        return False
+    names = {path.name for path in folder.iterdir()}
+    has_checkpoints = (folder / CHECKPOINTS).is_dir() and any((folder / CHECKPOINTS).iterdir())
+    return names <= _RECORDS | {CHECKPOINTS} and not has_checkpoints
 
 
 def _set_aside(folder: Path) -> None:

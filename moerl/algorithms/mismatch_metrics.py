@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moerl.algorithms.ratio import clamp_log_ratio
 from moerl.algorithms.segments import per_sequence
-from moerl.metrics import Max, Mean, Metrics
+from moerl.metrics import Correlation, EffectiveSize, Max, Mean, Metrics
 
 _EXTREMES = (("1.5", 1.5), ("2", 2.0), ("5", 5.0), ("10", 10.0))
 
@@ -21,8 +21,7 @@ def mismatch_metrics(
 ) -> Metrics:
     """Every `mm/*` number of the pair, over live tokens whose two logprobs are finite.
 
-    Means and maxima merge exactly over micro-batches and ranks; effective sample sizes and the correlation do not: they
-    are exact in one call over all tokens, and over several calls the mean weighted by tokens (sequences).
+    All of them merge exactly over micro-batches and ranks.
 
     Args:
         old_logprobs: [t]; the current ones instead give total off-policyness.
@@ -71,16 +70,13 @@ def _max(values: Tensor) -> Max:
     return Max(values.max() if len(values) else float("-inf"))
 
 
-def _effective_sample_size(weights: Tensor) -> Mean:
-    """(sum w)^2 / (N sum w^2), weighted by N."""
-    if not len(weights):
-        return Mean(0.0, 0.0)
-    return Mean(weights.sum().square() / weights.square().sum(), float(len(weights)))
+def _effective_sample_size(weights: Tensor) -> EffectiveSize:
+    return EffectiveSize(weights.sum(), weights.square().sum(), float(len(weights)))
 
 
-def _pearson(a: Tensor, b: Tensor) -> Mean:
-    """Weighted by the number of tokens; nothing where one side does not vary."""
-    a, b = a - a.mean(), b - b.mean()
-    scale = (a.square().sum() * b.square().sum()).sqrt()
-    varies = (scale > 0).double() * len(a)
-    return Mean(torch.where(scale > 0, (a * b).sum() / scale, 0.0) * varies, varies)
+def _pearson(a: Tensor, b: Tensor) -> Correlation:
+    if not len(a):
+        return Correlation(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    mean_a, mean_b = a.mean(), b.mean()
+    da, db = a - mean_a, b - mean_b
+    return Correlation(float(len(a)), mean_a, mean_b, da.square().sum(), db.square().sum(), (da * db).sum())

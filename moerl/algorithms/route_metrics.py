@@ -1,8 +1,7 @@
 """Routing drift: how far two routings of the same tokens are apart, and how the experts are loaded.
 
 Two routings a (earlier, or rollout's) and b (later, or training's), each [t, l, k] expert ids; sets compare as sets.
-Under replay, give the router's own top-k. Means carry their counts, so that micro-batches and ranks merge exactly;
-quantiles do not merge: they are exact in one call over all tokens, and over several calls the mean weighted by tokens.
+Under replay, give the router's own top-k. Every number carries its law, so that micro-batches and ranks merge exactly.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from moerl.algorithms.load_metrics import LoadTracker, expert_counts, load_metrics, load_of_counts
 from moerl.algorithms.mismatch_metrics import mismatch_metrics
-from moerl.metrics import Mean, Metrics, Min
+from moerl.metrics import Mean, Metrics, Min, Quantile
 
 __all__ = [
     "LoadTracker",
@@ -153,19 +152,8 @@ def _layer_means(name: str, values: Tensor, layers: Sequence[int]) -> Metrics:
 
 
 def _quantiles(name: str, values: Tensor, levels: dict[str, float]) -> Metrics:
-    """Linear-interpolation quantiles of `values` [m], weighted by m."""
-    count = _count(values)
-    if not len(values):
-        return {f"{name}_{label}": Mean(0.0, 0.0) for label in levels}
-    ordered = values.double().sort().values
-    metrics: Metrics = {}
-    for label, level in levels.items():
-        position = level * (len(values) - 1)
-        low = math.floor(position)
-        high = min(low + 1, len(values) - 1)
-        quantile = ordered[low] + (position - low) * (ordered[high] - ordered[low])
-        metrics[f"{name}_{label}"] = Mean(quantile * count, count)
-    return metrics
+    """Quantiles of `values` [m]."""
+    return {f"{name}_{label}": Quantile(level, (values,)) for label, level in levels.items()}
 
 
 def _count(values: Tensor) -> float:

@@ -21,6 +21,7 @@ def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its ca
     max_tokens_per_microbatch: int,
     seed: int,
     atoms: Sequence[int] | None = None,
+    microbatch_multiple: int = 1,
 ) -> PackPlan:
     """Plan a step. Every sample is trained on once per epoch; none is dropped, none is split.
 
@@ -43,29 +44,43 @@ def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its ca
         seed: of this step's shuffling.
         atoms: [n], or None: samples of one group with the same number share a micro-batch (pairs of an objective).
 
+        microbatch_multiple: every rank's number of micro-batches is a multiple of this (interleaved pipelines).
+
     Raises:
         DataError: a sample above the budget, or a minibatch that cannot be shared out evenly.
     """
-    if len(lengths) == 0:
-        raise DataError("a step without samples cannot be packed; look at the filters and at reward errors")
-    for sample, length in enumerate(lengths):
-        if length > max_tokens_per_microbatch:
-            raise DataError(
-                f"sample {sample} has {length} tokens and batch.max_tokens_per_microbatch is "
-                f"{max_tokens_per_microbatch}; raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
-            )
+    _refuse_lengths(lengths, max_tokens_per_microbatch)
     if atoms is not None:
         _refuse_wide_atoms(atoms, lengths, max_tokens_per_microbatch)
     groups = _group_members(group_ids)
     live = [g for g, members in groups.items() if any(live_lengths[s] for s in members)]
     dead = [g for g in groups if g not in set(live)]
-    epochs = _deal_epochs(groups, live, dead, wanted=num_minibatches, num_epochs=num_epochs, least=dp_size, seed=seed)
+    least = dp_size * microbatch_multiple
+    epochs = _deal_epochs(groups, live, dead, wanted=num_minibatches, num_epochs=num_epochs, least=least, seed=seed)
     assignment = tuple(
-        _share_out(samples, lengths, dp_size=dp_size, budget=max_tokens_per_microbatch, atoms=atoms)
+        _share_out(
+            samples,
+            lengths,
+            dp_size=dp_size,
+            multiple=microbatch_multiple,
+            budget=max_tokens_per_microbatch,
+            atoms=atoms,
+        )
         for epoch in epochs
         for samples in epoch
     )
     return PackPlan(assignment)
+
+
+def _refuse_lengths(lengths: Sequence[int], budget: int) -> None:
+    if len(lengths) == 0:
+        raise DataError("a step without samples cannot be packed; look at the filters and at reward errors")
+    for sample, length in enumerate(lengths):
+        if length > budget:
+            raise DataError(
+                f"sample {sample} has {length} tokens and batch.max_tokens_per_microbatch is {budget}; raise it, or "
+                "lower data.max_prompt_tokens or rollout.max_new_tokens"
+            )
 
 
 def _refuse_wide_atoms(atoms: Sequence[int], lengths: Sequence[int], budget: int) -> None:
@@ -103,7 +118,8 @@ def _deal_epochs(
             return epochs
     smallest = min(len(samples) for epoch in epochs for samples in epoch)
     raise DataError(
-        f"{smallest} samples cannot be shared by {least} data-parallel ranks; raise rollout.prompts_per_step"
+        f"{smallest} samples cannot be shared by {least} micro-batches (data-parallel ranks, times the stages of an "
+        "interleaved pipeline); raise rollout.prompts_per_step"
     )
 
 
@@ -119,13 +135,20 @@ def _deal(
 
 
 def _share_out(
-    samples: list[int], lengths: Sequence[int], *, dp_size: int, budget: int, atoms: Sequence[int] | None
+    samples: list[int],
+    lengths: Sequence[int],
+    *,
+    dp_size: int,
+    multiple: int,
+    budget: int,
+    atoms: Sequence[int] | None,
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """[ranks][micro-batches] -> samples, micro-batch counts equal."""
     units = _units(samples, atoms)
     sizes = {unit: sum(lengths[s] for s in members) for unit, members in units.items()}
     total = sum(sizes.values())
-    for per_rank in range(max(1, -(-total // (budget * dp_size))), len(units) // dp_size + 1):
+    fewest = -(-max(1, -(-total // (budget * dp_size))) // multiple) * multiple
+    for per_rank in range(fewest, len(units) // dp_size + 1, multiple):
         for fill in (_fill_evenly, _fill_tightly):
             bins = fill(list(units), sizes, num_bins=per_rank * dp_size, budget=budget)
             if all(members and sum(sizes[u] for u in members) <= budget for members in bins):

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moerl.errors import CheckpointError
+from moerl.errors import CheckpointError, NumericsError
 from moerl.mcore.parallel import ParallelState, rng_tracker_states, set_rng_tracker_states
 from moerl.models.rules import shorten
 
@@ -33,7 +33,13 @@ def save_state(
     parallel: ParallelState,
     reference: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write this rank's part into `folder`, which exists; `counters` is plain JSON, `reference` weights that moved."""
+    """Write this rank's part into `folder`, which exists; `counters` is plain JSON, `reference` weights that moved.
+
+    Raises:
+        NumericsError: a weight of any rank is not finite; nothing was written.
+    """
+    moved = {f"reference {name}": tensor for name, tensor in (reference or {}).items()}
+    _refuse_not_finite({**weights, **moved}, parallel)
     tensors: dict[str, Tensor] = {}
     state = {
         "format": FORMAT,
@@ -107,6 +113,17 @@ def _read_parts(folder: Path, parts: Sequence[str], parallel: ParallelState) -> 
         raise CheckpointError(
             f"{tensor_file} lacks {error}, which {json_file.name} lists; the checkpoint is damaged"
         ) from error
+
+
+def _refuse_not_finite(weights: Mapping[str, Tensor], parallel: ParallelState) -> None:
+    """A step is checked by its loss and gradient; an update may still overflow the format of the weights."""
+    finite = {name: torch.isfinite(tensor).all() for name, tensor in weights.items()}
+    if not parallel.all_true(torch.stack(list(finite.values())).all()):
+        broken = shorten(sorted(name for name, is_finite in finite.items() if not bool(is_finite)))
+        raise NumericsError(
+            f"weights are not finite ({broken or 'on another rank'}), so no checkpoint was written and earlier ones "
+            "are untouched; go on from the last one with a smaller optim.lr or optim.clip_grad_norm"
+        )
 
 
 @torch.no_grad()

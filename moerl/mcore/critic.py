@@ -30,7 +30,7 @@ from moerl.mcore.model import (
     transformer_config,
     unwrap,
 )
-from moerl.mcore.optim import Optimizer, wrap_chunks
+from moerl.mcore.optim import Optimizer, minibatch_of, wrap_chunks
 from moerl.mcore.parallel import ParallelState, initialize_parallel
 from moerl.mcore.step import MicroResult, StepRunner, TokenScores, own_routes
 from moerl.mcore.weights import WeightMap
@@ -150,11 +150,12 @@ class MegatronCritic:
             1 - Var(returns - values) / Var(returns) over the step's live tokens; absent where returns do not vary.
 
         Raises:
-            NumericsError: a loss or gradient norm that is not finite, before the optimizer moved.
+            NumericsError: a loss or gradient norm that is not finite; earlier minibatches of the step were applied.
         """
         metrics = self._fit(batch)
-        for minibatch in batch.minibatches:
-            merge_into(metrics, self._update_minibatch(minibatch))
+        for index, minibatch in enumerate(batch.minibatches):
+            with minibatch_of("critic", index, len(batch.minibatches)):
+                merge_into(metrics, self._update_minibatch(minibatch))
         self.version += 1
         return metrics
 

@@ -126,6 +126,8 @@ def transformer_config(
         context_parallel_size=parallel.cp.size,
         sequence_parallel=parallel.is_sequence_parallel,
         variable_seq_lengths=parallel.pp.size > 1,
+        overlap_p2p_comm=parallel.virtual_pipeline is not None,
+        batch_p2p_comm=parallel.virtual_pipeline is None,
         attention_dropout=section.attention_dropout,
         hidden_dropout=section.hidden_dropout,
         moe_router_load_balancing_type="aux_loss" if section.aux_loss_coefficient > 0 else "none",

@@ -15,7 +15,7 @@ from torch import Tensor
 from moerl.algorithms.mismatch_metrics import mismatch_metrics
 from moerl.algorithms.route_metrics import expert_counts, gamma_metrics, route_metrics, router_shift_gamma
 from moerl.mcore.router_replay import Observation
-from moerl.metrics import Max, Metrics
+from moerl.metrics import Max, Metrics, masked_mean
 from moerl.types import MicroBatch, RouterStats
 
 
@@ -110,6 +110,13 @@ def logprob_pair_metrics(batches: Sequence[MicroBatch], old: Sequence[Tensor]) -
     rollout = torch.cat([batch.rollout_logprobs for batch in batches])
     mask = torch.cat([batch.mask for batch in batches])
     return mismatch_metrics(torch.cat(list(old)), rollout, mask, torch.cat(seq_ids), count, "mm")
+
+
+def replay_coverage(batch: MicroBatch, *, covers_all: bool) -> Metrics:
+    """`route/replay_coverage` over the rows that predict a live token; the last row of a sequence never has a route."""
+    predicts = batch.mask.roll(-1)
+    has_route = torch.ones_like(predicts) if covers_all or batch.has_route is None else batch.has_route
+    return {"route/replay_coverage": masked_mean(has_route.double(), predicts)}
 
 
 def shift_metrics(gammas: Sequence[Tensor], batches: Sequence[MicroBatch], gamma_min: float) -> Metrics:

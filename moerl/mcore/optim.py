@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,21 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], config: TransformerConfig) ->
     ]
 
 
+@contextmanager
+def minibatch_of(model: str, index: int, count: int) -> Iterator[None]:
+    """Completes a NumericsError by where in the step it came, and by what the step had done to `model` before."""
+    try:
+        yield
+    except NumericsError as error:
+        before = "no minibatch of this step was applied"
+        if index:
+            earlier = "minibatch 1" if index == 1 else f"minibatches 1 to {index}"
+            before = f"{earlier} of this step had been applied in memory"
+        raise NumericsError(
+            f"minibatch {index + 1} of {count} of the {model}: {error}, so it was not applied; {before}"
+        ) from error
+
+
 class Optimizer:
     """Megatron's optimizer with moerl's schedule and finiteness check."""
 
@@ -124,10 +140,7 @@ class Optimizer:
         )
         total = torch.stack(list(losses)).sum() if losses else torch.zeros_like(norm)
         if not self._parallel.all_true(torch.isfinite(norm.squeeze()) & torch.isfinite(total)):
-            raise NumericsError(
-                f"loss {float(total)} and gradient norm {float(norm)}: one is not finite, so the weights are those "
-                "before this minibatch"
-            )
+            raise NumericsError(f"loss {float(total)} and gradient norm {float(norm)}: one is not finite")
         rate = self.schedule.at(step)
         for group in self.inner.param_groups:
             group["lr"] = rate * group["lr_mult"]

@@ -61,6 +61,11 @@ class ParallelState:
         """Whether this rank holds the last pipeline stage, where the loss is."""
         return self.pp.rank == self.pp.size - 1
 
+    @property
+    def microbatch_multiple(self) -> int:
+        """Megatron's interleaved schedule takes whole rounds of micro-batches, one for each stage."""
+        return self.pp.size if self.virtual_pipeline else 1
+
     def router_rows(self, num_tokens: int) -> slice:
         """The rows of a pack that this rank's routers see: all, or its slice under sequence parallelism."""
         if not self.is_sequence_parallel:
@@ -133,6 +138,11 @@ def initialize_parallel(section: ParallelSection, seed: int) -> ParallelState:
         )
     model_parallel_cuda_manual_seed(seed)
     return state
+
+
+def release_parallel() -> None:
+    """Forget the layout, so that this process may build another; policies of the old one must not be used again."""
+    parallel_state.destroy_model_parallel()
 
 
 def _join_world() -> None:

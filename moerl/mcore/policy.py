@@ -18,8 +18,9 @@ from moerl.mcore import checkpoint, moe_stats
 from moerl.mcore.frozen import REFERENCE, TEACHER, FrozenWeights, chosen
 from moerl.mcore.inputs import FILLED, fill_step, loss_inputs
 from moerl.mcore.model import ModelSource, build_chunks, read_same_shape, read_source, transformer_config
-from moerl.mcore.optim import Optimizer, wrap_chunks
+from moerl.mcore.optim import Optimizer, minibatch_of, wrap_chunks
 from moerl.mcore.parallel import ParallelState, initialize_parallel
+from moerl.mcore.reduce import merge_over_ranks
 from moerl.mcore.router_replay import Observation
 from moerl.mcore.step import (
     MicroResult,
@@ -108,10 +109,6 @@ class MegatronPolicy:
         """
         if routing not in ROUTINGS:
             raise ConfigError(f"algorithm.routing is {routing!r}; allowed: {', '.join(ROUTINGS)}")
-        if router_shift and parallel.pipeline > 1:
-            raise ConfigError(
-                "algorithm.router_shift needs every layer's router on the rank of the loss; set parallel.pipeline=1"
-            )
         source = read_source(model)
         layout = initialize_parallel(parallel, seed)
         config = transformer_config(
@@ -168,7 +165,7 @@ class MegatronPolicy:
                 results = self._runner.forward(first_epoch, own_routes, observe=False)
             for fields, result in zip(filled, results, strict=True):
                 fields[name] = result.logprobs
-        return fill_step(batch, first_epoch, filled), metrics
+        return fill_step(batch, first_epoch, filled), merge_over_ranks(metrics, self.parallel)
 
     def _needs_old_pass(self, batch: StepBatch, needs: frozenset[str]) -> bool:
         if needs & {"router_shift", "old_entropy", OLD_PASS}:
@@ -216,14 +213,8 @@ class MegatronPolicy:
             metrics.update(moe_stats.logprob_pair_metrics(batches, [result.logprobs for result in results]))
         if self._routing in ("R2", "R3"):
             for batch in batches:
-                merge_into(metrics, {"route/replay_coverage": self._coverage(batch)})
+                merge_into(metrics, moe_stats.replay_coverage(batch, covers_all=self._routing == "R2"))
         return metrics
-
-    def _coverage(self, batch: MicroBatch) -> Mean:
-        """Over the rows that predict a live token; the last row of a sequence predicts none and never has a route."""
-        predicts = batch.mask.roll(-1)
-        has_route = torch.ones_like(predicts) if self._routing == "R2" or batch.has_route is None else batch.has_route
-        return masked_mean(has_route.double(), predicts)
 
     def _keep_old_routing(self, batch: StepBatch, scored: Sequence[MicroBatch], results: Sequence[MicroResult]) -> None:
         """Log q over all experts is large: keep it for the samples of the last minibatch alone."""
@@ -244,7 +235,7 @@ class MegatronPolicy:
         """One optimizer step per minibatch.
 
         Raises:
-            NumericsError: a loss or gradient norm that is not finite, before the optimizer moved.
+            NumericsError: a loss or gradient norm that is not finite; earlier minibatches of the step were applied.
             ConfigError: the objective needs a field that this learner cannot fill.
         """
         unknown = sorted(objective.needs - FILLED)
@@ -254,7 +245,8 @@ class MegatronPolicy:
             )
         metrics: Metrics = {}
         for index, minibatch in enumerate(batch.minibatches):
-            new, results = self._update_minibatch(minibatch, objective, is_last=index == len(batch.minibatches) - 1)
+            with minibatch_of("policy", index, len(batch.minibatches)):
+                new, results = self._update_minibatch(minibatch, objective, is_last=index == len(batch.minibatches) - 1)
             if index == 0:
                 metrics.update(contract_metrics(minibatch, results, new))
             merge_into(metrics, new)
@@ -262,7 +254,7 @@ class MegatronPolicy:
         every = self._refresh.update_every_steps
         if every and self.version % every == 0:
             self._frozen[REFERENCE].follow(self._refresh.ema)
-        return metrics
+        return merge_over_ranks(metrics, self.parallel)
 
     def _update_minibatch(
         self, minibatch: Sequence[MicroBatch], objective: Objective, *, is_last: bool
@@ -281,7 +273,7 @@ class MegatronPolicy:
         if is_last:
             metrics.update(self._route_metrics(minibatch, results))
         if self._is_empty(minibatch):
-            return merge_into(metrics, {"optim/skipped_minibatches": Sum(1.0)}), results
+            return merge_into(metrics, {"optim/skipped_minibatches": Sum(1.0 / self.parallel.dp.size)}), results
         losses = [result.loss for result in results if result.loss is not None]
         return merge_into(metrics, self._optimizer.step(losses, self.version)), results
 
@@ -309,15 +301,14 @@ class MegatronPolicy:
         self, minibatch: Sequence[MicroBatch], objective: Objective, *, observe: bool
     ) -> tuple[list[MicroResult], list[Tensor]]:
         """Gradients of one minibatch into the buffers; results and router-shift factors by micro-batch."""
-        gammas: list[Tensor] = []
         has_shift = "router_shift" in objective.needs
+        ahead = self._shift_ahead(minibatch) if has_shift and self.parallel.pp.size > 1 else {}
+        gammas: list[Tensor] = []
 
         def loss_function(batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Metrics]:
             shift = None
             if has_shift:
-                assert scores.observed is not None
-                assert batch.old_routes is not None
-                shift = moe_stats.router_shift(batch, scores.observed, self._shift_set(batch, batch.old_routes))
+                shift = ahead[batch.sample_ids] if ahead else self._shift(batch, scores.observed)
                 gammas.append(shift)
             return objective(loss_inputs(batch, scores, objective.needs, router_shift=shift))
 
@@ -325,6 +316,21 @@ class MegatronPolicy:
             minibatch, loss_function, self._replay_for_update, observe=observe or has_shift
         )
         return results, gammas
+
+    def _shift(self, batch: MicroBatch, observed: Observation | None) -> Tensor:
+        assert observed is not None
+        assert batch.old_routes is not None
+        return moe_stats.router_shift(batch, observed, self._shift_set(batch, batch.old_routes))
+
+    def _shift_ahead(self, minibatch: Sequence[MicroBatch]) -> dict[tuple[int, ...], Tensor]:
+        """Router-shift factors by pack, from a forward of their own: while a pipeline trains, its last stage cannot see
+        the routers of the others. The factor has no gradient, so the two forwards need only agree in value.
+        """
+        results = self._runner.forward(minibatch, self._replay_for_update, observe=True)
+        return {
+            batch.sample_ids: self._shift(batch, result.observed)
+            for batch, result in zip(minibatch, results, strict=True)
+        }
 
     # Looking
 

@@ -158,14 +158,16 @@ class RouteController:
                     "the rollout engine runs another model"
                 )
 
-    def observed(self) -> Observation | None:
-        """What the last observed forward saw, all rows, stacked over this model's MoE layers; None without any."""
+    def observed(self, num_tokens: int) -> Observation | None:
+        """What the last observed forward saw, its first `num_tokens` rows (all but those that fill up), stacked over
+        this model's MoE layers; None without any.
+        """
         if not self._routers:
             return None
         routers = [self._routers[number] for number in sorted(self._routers)]
         taps = [router.router_replay for router in routers]
-        logits = self._parallel.gather_rows(torch.stack([_present(tap.logits) for tap in taps], 1).float())
-        own = self._parallel.gather_rows(torch.stack([_present(tap.own) for tap in taps], 1))
+        logits = self._parallel.gather_rows(torch.stack([_present(tap.logits) for tap in taps], 1).float())[:num_tokens]
+        own = self._parallel.gather_rows(torch.stack([_present(tap.own) for tap in taps], 1))[:num_tokens]
         if routers[0].score_function == "softmax":
             log_probs = torch.log_softmax(logits, -1)
             selection = log_probs.exp()

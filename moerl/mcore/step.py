@@ -15,14 +15,12 @@ from torch import Tensor
 from moerl.algorithms.mismatch_metrics import FP32_LOGPROB_TOLERANCE
 from moerl.errors import DataError
 from moerl.mcore.model import score_tokens, unwrap
+from moerl.mcore.padding import Routes, filled_up, filled_up_routes, missing_rows
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import Observation, concat_layers
 from moerl.mcore.stages import StageExchange
 from moerl.metrics import Max, Mean, Metrics, masked_mean, merge_into
 from moerl.types import MicroBatch
-
-Routes = tuple[Tensor | None, Tensor | None]
-"""Routes to replay [t, l, k] and which rows have one [t] bool; (None, None): own choice."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +58,17 @@ class _Pass:
     """One call of the schedule: hands out micro-batches, collects results."""
 
     def __init__(
-        self, micro_batches: Sequence[MicroBatch], replay: Callable[[MicroBatch], Routes], *, observe: bool, scale: int
+        self,
+        micro_batches: Sequence[MicroBatch],
+        replay: Callable[[MicroBatch], Routes],
+        parallel: ParallelState,
+        *,
+        observe: bool,
+        scale: int,
     ) -> None:
         self.micro_batches = micro_batches
         self.replay = replay
+        self.parallel = parallel
         self.observe = observe
         self.scale = scale
         self.loss_function: LossFunction | None = None
@@ -76,10 +81,14 @@ class _Pass:
         index = next(iterator)
         batch = self.micro_batches[index]
         model = unwrap(module)
-        rearm = model.routes.begin(*self.replay(batch), observe=self.observe)
-        output = score_tokens(module, batch)
+        rows = missing_rows(batch.num_tokens, self.parallel)
+        routes, has_route = self.replay(batch)
+        if routes is not None:
+            routes, has_route = filled_up_routes(routes, has_route, rows, model.config.num_moe_experts or 1)
+        rearm = model.routes.begin(routes, has_route, observe=self.observe)
+        output = score_tokens(module, filled_up(batch, rows))
         if self.observe:
-            seen = model.routes.observed()
+            seen = model.routes.observed(batch.num_tokens)
             if seen is not None:
                 self.observed[index][model.vp_stage or 0] = seen
         if output.requires_grad:
@@ -89,6 +98,7 @@ class _Pass:
 
     def _finish(self, index: int, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         batch = self.micro_batches[index]
+        output = output[:, : batch.num_tokens]  # without the rows that fill up
         logprobs, entropy = output.unbind(0)
         observed = concat_layers(self.observed[index])
         self.scores[index] = output.detach()
@@ -128,7 +138,7 @@ class StepRunner:
         self, micro_batches: Sequence[MicroBatch], replay: Callable[[MicroBatch], Routes], *, observe: bool
     ) -> list[MicroResult]:
         """Score without gradient and without dropout."""
-        return self._run(_Pass(micro_batches, replay, observe=observe, scale=1))
+        return self._run(_Pass(micro_batches, replay, self.parallel, observe=observe, scale=1))
 
     def forward_backward(
         self,
@@ -140,7 +150,7 @@ class StepRunner:
     ) -> list[MicroResult]:
         """Add the gradient of the summed losses, over all ranks, to the gradient buffers."""
         scale = len(micro_batches) * self.parallel.dp_cp.size
-        work = _Pass(micro_batches, replay, observe=observe, scale=scale)
+        work = _Pass(micro_batches, replay, self.parallel, observe=observe, scale=scale)
         work.loss_function = loss_function
         return self._run(work)
 

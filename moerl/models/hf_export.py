@@ -49,7 +49,8 @@ def write_hf_folder(
     bit floats; None keeps them.
 
     Raises:
-        CheckpointError: a name comes twice, there are no tensors, or the disk refuses; `out` is then as it was.
+        CheckpointError: a name comes twice, there are no tensors, one is not finite in the dtype it is written in, or
+            the disk refuses; `out` is then as it was.
         DataError: `source_folder` has no readable config.json.
     """
     out, source = Path(out), Path(source_folder)
@@ -57,7 +58,7 @@ def write_hf_folder(
     building = out.with_name(f".{out.name}.building-{os.getpid()}")
     try:
         building.mkdir(parents=True)
-        writer = _ShardWriter(building, dtype, max_shard_bytes)
+        writer = _ShardWriter(building, out, dtype, max_shard_bytes)
         for name, tensor in tensors:
             writer.add(name, tensor)
         writer.finish()
@@ -76,8 +77,9 @@ def write_hf_folder(
 class _ShardWriter:
     """Collects tensors up to a size and writes them; names files once their number is known."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    def __init__(self, folder: Path, out: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
         self._folder = folder
+        self._out = out
         self._dtype = dtype
         self._max_bytes = max_shard_bytes
         self._pending: dict[str, Tensor] = {}
@@ -96,6 +98,12 @@ class _ShardWriter:
         castable = tensor.dtype in _CASTABLE
         target = self._dtype if self._dtype is not None and castable else tensor.dtype
         tensor = tensor.detach().to("cpu", target, copy=True).contiguous()
+        if castable and not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise CheckpointError(
+                f"{name}: {bad} of {tensor.numel()} values are not finite as {str(target).removeprefix('torch.')}, so "
+                f"{self._out} was not written; export an earlier checkpoint, or in a wider format"
+            )
         if tensor.is_floating_point():
             self.dtypes[target] = self.dtypes.get(target, 0) + tensor.numel()
         if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:

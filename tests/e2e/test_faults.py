@@ -134,10 +134,11 @@ def full_disk(stage):
 @pytest.mark.runs.with_args(blown_up)
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_batch(runs):
     run = runs[blown_up].expect(1)
-    assert "moerl: step 3: loss" in run.stderr
+    assert "moerl: step 3: minibatch 1 of " in run.stderr
+    assert "no minibatch of this step was applied" in run.stderr
     assert "not finite" in run.stderr
     assert "Traceback" not in run.output
-    path = Path(re.search(r"the batch is in (\S+\.npz)", run.stderr)[1])
+    path = Path(re.search(r"its batch is in (\S+\.npz)", run.stderr)[1])
     assert path == run.folder / "batches" / "step_000003.npz"
     batch = load_step_batch(path)
     assert batch.num_samples > 0

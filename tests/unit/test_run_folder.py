@@ -170,6 +170,27 @@ def test_an_earlier_run_is_set_aside_whole(tmp_path, caplog):
     assert f"set aside as {aside.name}" in caplog.text
 
 
+def test_the_same_run_killed_before_its_first_checkpoint_begins_again_in_its_place(tmp_path, caplog):
+    cfg = config(tmp_path, resume="auto")
+    folder = started(cfg)
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    prepare(cfg, resumes=False)
+    assert set_aside(cfg) == []
+    assert [path.name for path in folder.iterdir()] == [CONFIG_FILE]
+    assert "begins again" in caplog.text
+
+
+@pytest.mark.parametrize("kept", ["hf/model.safetensors", "notes.txt", "batches/step_000001.npz"])
+def test_what_is_more_than_records_is_set_aside(tmp_path, kept):
+    cfg = config(tmp_path, resume="auto")
+    folder = started(cfg)
+    (folder / kept).parent.mkdir(exist_ok=True)
+    (folder / kept).write_text("x")
+    prepare(cfg, resumes=False)
+    (aside,) = set_aside(cfg)
+    assert (aside / kept).read_text() == "x"
+
+
 def test_runs_set_aside_within_a_second_keep_apart(tmp_path):
     for seed in range(4):
         prepare(config(tmp_path, seed=seed), resumes=False)

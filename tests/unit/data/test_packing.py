@@ -117,7 +117,7 @@ def test_fewer_minibatches_where_ranks_would_stay_empty():
 def test_refusals_name_both_numbers():
     with pytest.raises(DataError, match=r"sample 1 has 101 tokens and batch\.max_tokens_per_microbatch is 100"):
         plan([5, 101])
-    with pytest.raises(DataError, match="1 samples cannot be shared by 2 data-parallel ranks"):
+    with pytest.raises(DataError, match="1 samples cannot be shared by 2 micro-batches"):
         plan([5], dp_size=2)
     with pytest.raises(DataError, match=r"3 samples \(300 tokens, longest 100\) cannot be cut into equally many"):
         plan([100, 100, 100], dp_size=2)

@@ -109,6 +109,23 @@ def test_a_loss_that_is_not_finite_moves_nothing(kit, tiny_folder, batch, value)
     assert same(weights(policy), weights(twin))
 
 
+def test_a_loss_that_is_not_finite_says_what_the_step_had_done_before(kit, tiny_folder, batch):
+    policy = kit.make_policy(tiny_folder)
+    with pytest.raises(NumericsError, match=r"^minibatch 1 of 2 of the policy: .*no minibatch of this step was appl"):
+        policy.update(batch, Poison(1, float("nan")))
+    calls = len(batch.minibatches[0]) + 1
+    with pytest.raises(NumericsError, match=r"^minibatch 2 of 2 of the policy: .*minibatch 1 of this step had been"):
+        policy.update(batch, Poison(calls, float("nan")))
+
+
+def test_weights_that_are_not_finite_are_not_saved(kit, tiny_folder, tmp_path):
+    policy = kit.make_policy(tiny_folder)
+    dict(policy.export())["model.norm.weight"].data[3] = float("inf")
+    with pytest.raises(NumericsError, match=r"weights are not finite \(.*layernorm.*no checkpoint was written"):
+        policy.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_gradient_that_is_not_finite_moves_nothing(kit, tiny_folder, batch):
     class Spike:
         needs = frozenset()

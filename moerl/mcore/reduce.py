@@ -1,0 +1,86 @@
+"""Metrics of every rank, merged by the law each one carries; the same on all ranks afterwards."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moerl.mcore.parallel import ParallelState
+from moerl.metrics import (
+    Correlation,
+    EffectiveSize,
+    Last,
+    Max,
+    Mean,
+    Metric,
+    Metrics,
+    Min,
+    Quantile,
+    Sum,
+    merge_into,
+)
+
+LAWS: dict[str, type] = {law.__name__: law for law in (Mean, Sum, Max, Min, Last, EffectiveSize, Correlation)}
+MAX_NUMBERS = 16384
+"""Of a quantile, from one rank: beyond it, as many order statistics at even distances."""
+
+
+def merge_over_ranks(metrics: Metrics, parallel: ParallelState) -> Metrics:
+    """Merge the metrics of all data-parallel ranks.
+
+    Ranks of one tensor, pipeline or expert group saw the same tokens, so one of them speaks for its data rank: the
+    first tensor rank of the last stage, where the objective is. Names may differ between ranks (a micro-batch without
+    a live token reports less).
+    """
+    if parallel.world_size == 1:
+        return metrics
+    speaks = parallel.is_last_stage and parallel.tp.rank == 0
+    mine = json.dumps(_encode(metrics)).encode() if speaks else b""
+    merged: Metrics = {}
+    for text in _gather_bytes(mine, parallel):
+        if text:
+            merge_into(merged, _decode(json.loads(text)))
+    return merged
+
+
+def _encode(metrics: Metrics) -> dict[str, list[Any]]:
+    return {name: [type(metric).__name__, *_numbers(metric)] for name, metric in metrics.items()}
+
+
+def _numbers(metric: Metric) -> list[float]:
+    if isinstance(metric, Quantile):
+        numbers = metric.numbers()
+        if len(numbers) > MAX_NUMBERS:
+            numbers = np.quantile(numbers, np.linspace(0, 1, MAX_NUMBERS))
+        return [metric.level, *numbers.tolist()]
+    return [float(getattr(metric, slot)) for slot in type(metric).__slots__]  # pyright: ignore[reportAttributeAccessIssue] every law is a slotted dataclass
+
+
+def _decode(values: dict[str, list[Any]]) -> Metrics:
+    return {name: _metric(*parts) for name, parts in values.items()}
+
+
+def _metric(law: str, *numbers: float) -> Metric:
+    if law == Quantile.__name__:
+        return Quantile(numbers[0], (np.array(numbers[1:]),))
+    return LAWS[law](*numbers)
+
+
+def _gather_bytes(mine: bytes, parallel: ParallelState) -> list[bytes]:
+    """Every rank's bytes, in rank order."""
+    device = torch.cuda.current_device()
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(parallel.world_size)]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
+    counts = [int(size) for size in sizes]
+    longest = max(counts)
+    if not longest:
+        return [b""] * parallel.world_size
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[: len(mine)].to(device)
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return [bytes(part[:count].cpu().numpy()) for part, count in zip(parts, counts, strict=True)]
