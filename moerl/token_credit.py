@@ -380,10 +380,8 @@ def _finish(
     micro = replace(micro, advantages=values.to(micro.advantages.dtype))
     if shares is None:
         return micro
-    lengths = micro.cu_seqlens.diff().cpu().numpy()
-    arrays = token_weights(shares, ids, lengths, micro.mask.cpu().numpy())
-    dtype = micro.weights.policy.dtype
-    tensors = {term: torch.from_numpy(values).to(device, dtype) for term, values in arrays.items()}
+    arrays = token_weights(shares, ids, micro.cu_seqlens.diff().cpu().numpy(), micro.mask.cpu().numpy())
+    tensors = {term: torch.from_numpy(values).to(device, micro.weights.policy.dtype) for term, values in arrays.items()}
     return replace(micro, weights=as_token_weights(tensors))
 
 

@@ -219,3 +219,8 @@ def test_signed_makes_rewards_plus_and_minus_one():
     assert (np.array(rewards) + stricter)[:3].tolist() == pytest.approx([1.0, -1.0, -1.0])
     for name in ("reinforce_rej", "raft_pp"):
         assert {"name": "signed"} in PRESETS[name].values["shaping"]
+
+
+def test_a_listing_holds_the_presets_and_no_name_with_modifiers():
+    assert list(PresetValues()) == list(PRESETS)
+    assert len(PresetValues()) == len(PRESETS)
