@@ -82,9 +82,10 @@ SECTIONS: tuple[Section, ...] = (
             ),
             Chart(
                 "Held-out accuracy",
-                "Greedy and sampled answers to prompts that are never trained on.",
+                "Greedy and sampled answers to prompts that are never trained on; the sampled accuracy is pass@1.",
                 ("eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass@*"),
                 kind="points",
+                excluded=("eval/pass@1",),
             ),
             Chart(
                 "Votes and best of several",
