@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from moerl.algorithms.filtering import Filters
+from moerl.algorithms.objective import build_objective
 from moerl.build_answers import answer_reader, reward_section
 from moerl.config.schema import DatasetConfig, RunConfig
 from moerl.curriculum import Curriculum, LogVisits
@@ -176,11 +177,13 @@ def side_with(cfg: RunConfig, data: Data, side: RolloutSide) -> RolloutSide:
 
 def sampling_params(cfg: RunConfig, tokenizer: ChatTokenizer) -> SamplingParams:
     """Of training rollouts."""
+    reads_likeliest = "rollout_topk" in build_objective(cfg.algorithm).needs
     return SamplingParams(
         max_new_tokens=cfg.rollout.max_new_tokens,
         temperature=cfg.rollout.temperature,
         top_p=cfg.rollout.top_p,
         top_k=cfg.rollout.top_k,
+        top_logprobs=cfg.rollout.top_logprobs if reads_likeliest else 0,
         stop_token_ids=tokenizer.stop_token_ids,
         stop_strings=(*cfg.rollout.stop, *resolve_template(cfg.data.template).stop),
     )
@@ -197,7 +200,7 @@ def build_evaluator(cfg: RunConfig, data: Data, side: RolloutSide) -> Evaluator:
         data.scorer.take_metrics()
         return groups
 
-    plain = replace(side.sampling, top_p=1.0, top_k=0, return_routes=False)
+    plain = replace(side.sampling, top_p=1.0, top_k=0, top_logprobs=0, return_routes=False)
     return Evaluator(
         sets=[EvaluationSet(one.name, one.prompts) for one in data.held_out],
         collect=collect,

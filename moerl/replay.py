@@ -82,6 +82,8 @@ def oracle_inputs(model: ReferenceModel, micro: MicroBatch, needs: frozenset[str
         "router_shift": lambda: _router_shift(out, micro, routing),
         "rewards": lambda: micro.rewards,
         "group_ids": lambda: micro.group_ids,
+        "topk_logprobs": lambda: _on_likeliest(micro, _top_logprobs(out, micro), current),
+        "rollout_topk": lambda: _on_likeliest(micro, micro.rollout_top_logprobs, live(micro.rollout_logprobs)),
     }
     return LossInputs(
         logprobs=logprobs,
@@ -153,18 +155,44 @@ def _replayed(micro: MicroBatch, routing: str) -> tuple[Tensor | None, Tensor | 
 
 def _scores(out: ModelOutput, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [t]: token j from the logits of row j - 1; 0 for the first token of each sequence."""
-    allowed = None
-    if micro.support is not None:
-        allowed = torch.ones(out.logits.shape, dtype=torch.bool)
-        for row, (start, end) in enumerate(zip(micro.support.offsets[:-1], micro.support.offsets[1:], strict=True)):
-            if end > start:
-                allowed[row] = False
-                allowed[row, micro.support.ids[start:end]] = True
-        allowed = allowed[1:]
+    allowed = _allowed(out, micro)
+    allowed = None if allowed is None else allowed[1:]
     shifted = token_logprobs(out.logits[:-1], micro.token_ids[1:], micro.temperature[1:], allowed=allowed)
     is_first = micro.position_ids == 0
     logprobs, entropy = (torch.where(is_first, 0.0, F.pad(values, (1, 0))) for values in shifted)
     return logprobs, entropy
+
+
+def _allowed(out: ModelOutput, micro: MicroBatch) -> Tensor | None:
+    """[t, v] bool: what was in the running for token j; None: everything everywhere."""
+    if micro.support is None:
+        return None
+    allowed = torch.ones(out.logits.shape, dtype=torch.bool)
+    for row, (start, end) in enumerate(zip(micro.support.offsets[:-1], micro.support.offsets[1:], strict=True)):
+        if end > start:
+            allowed[row] = False
+            allowed[row, micro.support.ids[start:end]] = True
+    return allowed
+
+
+def _top_logprobs(out: ModelOutput, micro: MicroBatch) -> Tensor | None:
+    """[t, k] by the whole softmax, token j from row j - 1."""
+    if micro.rollout_top_ids is None:
+        return None
+    scaled = out.logits.detach() / micro.temperature.roll(-1)[:, None]
+    allowed = _allowed(out, micro)
+    if allowed is not None:
+        scaled = scaled.masked_fill(~allowed.roll(-1, 0), -torch.inf)
+    return scaled.log_softmax(-1).roll(1, 0).gather(-1, micro.rollout_top_ids.clamp(min=0))
+
+
+def _on_likeliest(micro: MicroBatch, top: Tensor | None, sampled: Tensor) -> Tensor:
+    """[t, k + 1]: the engine's likeliest tokens, and the sampled one where it is none of them."""
+    ids = micro.rollout_top_ids
+    if ids is None or top is None:
+        raise DataError("the batch has no top logprobs of the engine; dump one of a run whose objective reads them")
+    once = torch.where((ids == micro.token_ids[:, None]).any(-1), -torch.inf, sampled)
+    return torch.cat([torch.where(ids < 0, -torch.inf, top), once[:, None]], -1)
 
 
 def _router_shift(out: ModelOutput, micro: MicroBatch, routing: str) -> Tensor:

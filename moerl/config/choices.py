@@ -75,6 +75,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "rollout.max_new_tokens": _AT_LEAST_ONE,
     "rollout.top_p": _SHARE_ABOVE_ZERO,
     "rollout.top_k": _AT_LEAST_ZERO,
+    "rollout.top_logprobs": _AT_LEAST_ONE,
     "rollout.max_staleness": _AT_LEAST_ZERO,
     "rollout.timeout_seconds": _POSITIVE,
     "reward.num_workers": _AT_LEAST_ONE,

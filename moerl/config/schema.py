@@ -143,6 +143,8 @@ class RolloutSection:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    top_logprobs: int = 20
+    """Likeliest tokens whose logprobs the engine returns at each step, where the objective compares them."""
     stop: list[str] = field(default_factory=list)
     """Stop strings, beside the end tokens of the generation config."""
     max_staleness: int = 0

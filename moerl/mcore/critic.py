@@ -43,7 +43,7 @@ CHECKPOINT_FOLDER = "critic"
 
 
 class ValueModel(PackedGPTModel):
-    """The backbone with a linear value head; its last stage returns [2, t]: values, and zeros for entropies."""
+    """The backbone with a linear value head; its last stage returns [2 + k, t]: values, then zeros."""
 
     def __init__(self, **arguments: Any) -> None:
         """As GPTModel; the vocabulary's output layer is dropped. The head starts at 0, so every value does."""
@@ -63,7 +63,8 @@ class ValueModel(PackedGPTModel):
             )
         values = F.linear(hidden[:-1, 0].float(), self.value_head.weight.float(), self.value_head.bias.float())[:, 0]
         shifted = F.pad(values, (1, 0)).masked_fill(context.position_ids == 0, 0.0)
-        return torch.stack([shifted, torch.zeros_like(shifted)])
+        rows = 1 if context.rollout_top_ids is None else 1 + context.rollout_top_ids.shape[1]
+        return torch.stack([shifted, *([torch.zeros_like(shifted)] * rows)])
 
 
 class MegatronCritic:

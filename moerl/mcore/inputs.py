@@ -11,7 +11,7 @@ from torch import Tensor
 from moerl.algorithms.types import LossInputs
 from moerl.errors import ConfigError
 from moerl.mcore.step import TokenScores
-from moerl.types import MicroBatch, StepBatch
+from moerl.types import MicroBatch, StepBatch, join_sampled
 
 FILLED = frozenset(
     {
@@ -23,6 +23,8 @@ FILLED = frozenset(
         "router_shift",
         "rewards",
         "group_ids",
+        "topk_logprobs",
+        "rollout_topk",
     }
 )
 """Optional fields of `LossInputs` that this learner can fill; values need a critic."""
@@ -46,6 +48,8 @@ def loss_inputs(
         "router_shift": lambda: router_shift,
         "rewards": lambda: batch.rewards,
         "group_ids": lambda: batch.group_ids,
+        "topk_logprobs": lambda: _joined(batch, scores.top_logprobs, current),
+        "rollout_topk": lambda: _joined(batch, batch.rollout_top_logprobs, where_live(batch.rollout_logprobs)),
     }
     for name, values in (("ref_logprobs", batch.ref_logprobs), ("teacher_logprobs", batch.teacher_logprobs)):
         if name in needs and values is None:
@@ -62,6 +66,15 @@ def loss_inputs(
         constants=batch.constants,
         optional={name: value for name, value in optional.items() if value is not None},
     )
+
+
+def _joined(batch: MicroBatch, top_logprobs: Tensor | None, logprobs: Tensor) -> Tensor:
+    if top_logprobs is None:
+        raise ConfigError(
+            "the objective compares the engine's likeliest tokens, but the samples carry none; use a rollout.engine "
+            "that returns them, and rollout.top_logprobs above 0"
+        )
+    return join_sampled(batch, top_logprobs, logprobs)
 
 
 def fill_step(batch: StepBatch, scored: Sequence[MicroBatch], filled: Sequence[dict[str, Tensor]]) -> StepBatch:

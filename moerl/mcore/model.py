@@ -20,7 +20,7 @@ from moerl.errors import CheckpointError, ConfigError
 from moerl.mcore.local_spec import PackedRotaryEmbedding, block_spec, packed_layout
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import RouteController
-from moerl.mcore.vocab_parallel import VocabShard, linear_logprobs, shift_support
+from moerl.mcore.vocab_parallel import VocabShard, linear_logprobs, linear_top_logprobs, shift_support
 from moerl.models.family import GPT_ARGUMENTS, ModelFamily, family_of
 from moerl.models.hf_folder import read_config
 from moerl.models.rules import padded_vocab_size
@@ -173,7 +173,7 @@ def _implementation() -> dict[str, Any]:
 
 
 class PackedGPTModel(GPTModel):
-    """GPTModel over packed sequences; its last stage returns [2, t]: logprobs of the given tokens, and entropies."""
+    """GPTModel over packed sequences; its last stage returns [2 + k, t], see `score_tokens`."""
 
     routes: RouteController
     true_vocab_size: int = 0
@@ -190,15 +190,16 @@ class PackedGPTModel(GPTModel):
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
         weight = output_layer.weight if output_weight is None else output_weight
         batch = context
-        values = linear_logprobs(
-            hidden[:-1, 0],
-            weight,
-            batch.token_ids[1:],
-            batch.temperature[1:],
-            support=None if batch.support is None else shift_support(batch.support),
-            shard=self._vocab_shard(weight.shape[0]),
-        )
-        shifted = F.pad(torch.stack(values), (1, 0))
+        support = None if batch.support is None else shift_support(batch.support)
+        shard = self._vocab_shard(weight.shape[0])
+        rows, tokens, temperature = hidden[:-1, 0], batch.token_ids[1:], batch.temperature[1:]
+        if batch.rollout_top_ids is None:
+            scores = torch.stack(linear_logprobs(rows, weight, tokens, temperature, support=support, shard=shard))
+        else:
+            targets = (tokens, batch.rollout_top_ids[1:])
+            *own, top = linear_top_logprobs(rows, weight, targets, temperature, support=support, shard=shard)
+            scores = torch.cat([torch.stack(own), top.t()])
+        shifted = F.pad(scores, (1, 0))
         return shifted.masked_fill(batch.position_ids == 0, 0.0)
 
     def _vocab_shard(self, rows: int) -> VocabShard:
@@ -257,8 +258,8 @@ def _build_chunk(
 
 
 def score_tokens(module: torch.nn.Module, batch: MicroBatch) -> Tensor:
-    """Forward of one micro-batch: [2, t] float32 on the last stage (row 0: logprobs, row 1: entropy), else hidden
-    states.
+    """Forward of one micro-batch: [2 + k, t] float32 on the last stage (row 0: logprobs, row 1: entropy, then those of
+    the engine's likeliest tokens), else hidden states.
 
     Entry j speaks of token j given the tokens before it; it is 0 at the first token of every sequence.
     """

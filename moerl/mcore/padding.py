@@ -44,6 +44,7 @@ def filled_up(batch: MicroBatch, rows: int) -> MicroBatch:
         seq_ids=F.pad(batch.seq_ids, (0, rows), value=batch.num_seqs),
         temperature=F.pad(batch.temperature, (0, rows), value=1.0),
         support=support,
+        rollout_top_ids=None if (top := batch.rollout_top_ids) is None else F.pad(top, (0, 0, 0, rows), value=-1),
     )
 
 

@@ -186,6 +186,8 @@ class MegatronPolicy:
 
     def _old_fields(self, batch: MicroBatch, result: MicroResult, needs: frozenset[str]) -> dict[str, Tensor]:
         fields = {"old_logprobs": result.logprobs}
+        if result.top_logprobs is not None:
+            fields["old_top_logprobs"] = result.top_logprobs
         if "old_entropy" in needs:
             fields["old_entropy"] = result.entropy
         if result.observed is not None:
@@ -337,9 +339,7 @@ class MegatronPolicy:
     def observe(self, micro_batches: Sequence[MicroBatch]) -> list[RouterStats]:
         """The routers' own top-k and log q at the current weights, on live tokens (index j: the token predicted)."""
         results = self._runner.forward(micro_batches, own_routes, observe=True)
-        return [
-            moe_stats.live_stats(batch, _seen(result)) for batch, result in zip(micro_batches, results, strict=True)
-        ]
+        return [moe_stats.live_stats(b, _seen(r)) for b, r in zip(micro_batches, results, strict=True)]
 
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """[t] float32 of every token at the current weights, own routing; 0 at the first token of a sequence."""

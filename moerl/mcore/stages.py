@@ -29,11 +29,11 @@ class StageExchange:
             dist.all_gather_object(found, layers, group=self._axis.group)
             self._stages = [stage or () for stage in found]
 
-    def scores(self, scores: Tensor | None, num_tokens: int, device: torch.device) -> Tensor:
-        """[2, t] of the last stage, on every stage."""
+    def scores(self, scores: Tensor | None, size: tuple[int, int], device: torch.device) -> Tensor:
+        """Those of the last stage, of `size` [rows, t], on every stage."""
         last = self._axis.size - 1
         if self._axis.rank != last:
-            scores = torch.empty(2, num_tokens, device=device)
+            scores = torch.empty(size, device=device)
         assert scores is not None
         return self._broadcast(scores, last)
 

@@ -33,6 +33,8 @@ class TokenScores:
     """[t] float32."""
     observed: Observation | None
     """Of the MoE layers of this stage, where the pass observed."""
+    top_logprobs: Tensor | None = None
+    """[t, k] float32, of the engine's likeliest tokens where the batch has them; without gradient."""
 
 
 LossFunction = Callable[[MicroBatch, TokenScores], tuple[Tensor, Metrics]]
@@ -52,6 +54,8 @@ class MicroResult:
     loss: Tensor | None
     """None on ranks without the last stage."""
     metrics: Metrics
+    top_logprobs: Tensor | None = None
+    """[t, k] float32, where the batch has the engine's likeliest tokens."""
 
 
 class _Pass:
@@ -99,13 +103,13 @@ class _Pass:
     def _finish(self, index: int, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         batch = self.micro_batches[index]
         output = output[:, : batch.num_tokens]  # without the rows that fill up
-        logprobs, entropy = output.unbind(0)
+        logprobs, entropy, *_ = output.unbind(0)
         observed = concat_layers(self.observed[index])
         self.scores[index] = output.detach()
         tokens = torch.ones((), dtype=torch.int, device=output.device)
         if self.loss_function is None:
             return output.new_zeros(()), tokens, {}
-        loss, metrics = self.loss_function(batch, TokenScores(logprobs, entropy, observed))
+        loss, metrics = self.loss_function(batch, TokenScores(logprobs, entropy, observed, _top(output, batch)))
         self.losses[index], self.metrics[index] = loss.detach().clone(), metrics
         # The one scaling line: core divides by the number of micro-batches and DDP averages over dp x cp; the objective
         # is a sum.
@@ -113,12 +117,22 @@ class _Pass:
 
     def result(self, index: int, exchange: StageExchange) -> MicroResult:
         tokens = self.micro_batches[index].token_ids
-        logprobs, entropy = exchange.scores(self.scores[index], tokens.shape[0], tokens.device).unbind(0)
+        batch = self.micro_batches[index]
+        scores = self.scores[index]
+        rows = 2 if batch.rollout_top_ids is None else 2 + batch.rollout_top_ids.shape[1]
+        scores = exchange.scores(scores, (rows, tokens.shape[0]), tokens.device)
+        logprobs, entropy, *_ = scores.unbind(0)
         observed = None
         if self.observe:
             mine = concat_layers(self.observed[index])
             observed = exchange.observation(mine, tokens.shape[0], tokens.device)
-        return MicroResult(logprobs, entropy, observed, self.losses[index], self.metrics[index])
+        top = _top(scores, batch)
+        return MicroResult(logprobs, entropy, observed, self.losses[index], self.metrics[index], top)
+
+
+def _top(scores: Tensor, batch: MicroBatch) -> Tensor | None:
+    """[t, k] of `scores` [2 + k, t]."""
+    return None if batch.rollout_top_ids is None else scores[2:].detach().t()
 
 
 class StepRunner:

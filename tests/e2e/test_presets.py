@@ -14,6 +14,8 @@ from moerl.build import build_run
 from moerl.configure import load
 from moerl.errors import ConfigError
 from moerl.loop import train
+from moerl.rollout.engine import engines
+from moerl.rollout.engines.local_engine import LocalEngine, LocalEngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -45,6 +47,8 @@ METHODS = {
     "minpro": ("algorithm.preset=minpro", {"pg/clip_high"}),
     "trm": ("algorithm.preset=trm", {"mm/reject_seq"}),
     "vaco": ("algorithm.preset=vaco", {"mm/reject"}),
+    "dppo_topk_tv": ("algorithm.preset=dppo_topk_tv rollout.top_logprobs=5", {"pg/clip_low", "pg/clip_high"}),
+    "dppo_topk_kl_r3": ("algorithm.preset=dppo_topk_kl algorithm.routing=R3", {"route/replay_coverage"}),
     "signed": ("algorithm.preset=reinforce_rej", {"reward/shaping_signed"}),
     "modifiers": ("algorithm.preset=gspo+tis_seq+r3", {"mm/weight_mean", "route/replay_coverage"}),
     "removal": (
@@ -127,5 +131,18 @@ def test_what_a_method_remembers_survives_a_restart(tmp_path, name):
 
 
 def test_an_engine_without_top_k_logprobs_is_refused_at_load():
-    with pytest.raises(ConfigError, match="returns no top-k logprobs"):
-        load(ROOT / "configs" / "demo" / "base.yaml", [*SMALL, "run.name=x", "algorithm.preset=dppo_topk_tv"])
+    engines.register("mute", LocalEngineConfig)(LocalEngine)
+    settings = [*SMALL, "run.name=x", "algorithm.preset=dppo_topk_tv"]
+    load(ROOT / "configs" / "demo" / "base.yaml", settings)
+    with pytest.raises(ConfigError, match=r"rollout\.engine 'mute' returns no top-k logprobs"):
+        load(ROOT / "configs" / "demo" / "base.yaml", [*settings, "rollout.engine=mute"])
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_the_first_minibatch_of_a_run_drops_no_token_for_its_divergence(tmp_path, kind):
+    """Trainer and engine have the same weights there, so the two distributions over the likeliest tokens are one."""
+    settings = (f"algorithm.preset=dppo_topk_{kind}", "run.num_steps=1", "batch.num_minibatches=1")
+    rows, _ = run(tmp_path, kind, *settings, "algorithm.trust.delta=1e-5")
+    assert rows[-1]["pg/clip_low"] == rows[-1]["pg/clip_high"] == 0
+    rows, _ = run(tmp_path, f"{kind}_int8", *settings, "algorithm.trust.delta=1e-5", "rollout.engine.precision=int8")
+    assert rows[-1]["pg/clip_low"] + rows[-1]["pg/clip_high"] > 0.01

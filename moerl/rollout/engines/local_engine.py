@@ -40,7 +40,7 @@ class _Request:
     answer: asyncio.Future[Completion]
 
 
-@engines.register("local", LocalEngineConfig, injects=("sampler", "policy_version"))
+@engines.register("local", LocalEngineConfig, injects=("sampler", "policy_version"), returns_topk=True)
 class LocalEngine:
     """Keeps `RolloutEngine`. One worker thread runs batches and weight changes, one at a time and in order.
 
