@@ -15,12 +15,12 @@ from moerl.config.schema import DatasetConfig, RunConfig
 from moerl.curriculum import Curriculum, LogVisits
 from moerl.data.chat import ChatTokenizer
 from moerl.data.prompts import PromptMixture, PromptSet, check_disjoint, load_dataset
-from moerl.data.templating import resolve_template
+from moerl.data.templating import PromptTemplate, resolve_template, rewritten
 from moerl.envs import environments
-from moerl.errors import DataError
+from moerl.errors import ConfigError, DataError
 from moerl.evaluate import EvaluationSet, Evaluator
 from moerl.metrics import Metrics
-from moerl.protocols import RolloutEngine, Rollouts
+from moerl.protocols import Environment, RolloutEngine, Rollouts
 from moerl.reference.config import ReferenceConfig
 from moerl.reference.sampling import Sampler
 from moerl.rewards.scorer import RewardScorer, build_scorer
@@ -94,8 +94,8 @@ def load_data(cfg: RunConfig, *, with_train: bool = True) -> Data:
     tokenizer = ChatTokenizer(cfg.model.path)
     template = resolve_template(cfg.data.template)
 
-    def load(items: Sequence[DatasetConfig]) -> tuple[PromptSet, ...]:
-        return tuple(
+    def load(items: Sequence[DatasetConfig], template: PromptTemplate, env: str) -> tuple[PromptSet, ...]:
+        sets = (
             load_dataset(
                 item,
                 tokenizer,
@@ -105,9 +105,12 @@ def load_data(cfg: RunConfig, *, with_train: bool = True) -> Data:
             )
             for item in items
         )
+        return tuple(replace(one, prompts=tuple(replace(p, env=env) for p in one.prompts)) for one in sets)
 
-    train = load(cfg.data.train) if with_train else ()
-    held_out = load(cfg.evaluation.sets)
+    train = ()
+    if with_train:
+        train = load(cfg.data.train, _asked(cfg, template, tokenizer), cfg.rollout.environment["name"])
+    held_out = load(cfg.evaluation.sets, template, _evaluation_environment(cfg))
     if cfg.data.check_disjoint:
         check_disjoint(train, held_out)
     given = frozenset(item.name for item in train) if is_supervised(cfg) else frozenset()
@@ -248,14 +251,54 @@ def _completions(sets: Sequence[PromptSet]) -> Mapping[str, Any]:
     return {p.prompt_id: p.completion_ids for p in prompts if p.completion_ids is not None}
 
 
-def _collector(cfg: RunConfig, data: Data, engine: RolloutEngine) -> Collector:
+def _asked(cfg: RunConfig, template: PromptTemplate, tokenizer: ChatTokenizer) -> PromptTemplate:
+    """`template`, the task rewritten where the environment asks for it in words of its own.
+
+    Raises:
+        ConfigError: its arguments are wrong, the tokenizer lacks a string that it needs, or nothing is sampled.
+    """
     plugin, env_cfg = environments.resolve(cfg.rollout.environment, where="rollout.environment")
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    if "check" in plugin.traits:
+        unknown = [text for text in plugin.traits["check"](env_cfg) if not tokenizer.can_write(text)]
+        if unknown:
+            raise ConfigError(
+                f"rollout.environment ({plugin.name}): the tokenizer of {tokenizer.folder} cannot write "
+                f"{', '.join(map(repr, unknown))}; choose markers from its vocabulary"
+            )
+    if "rewrite" not in plugin.traits:
+        return template
+    if is_supervised(cfg):
+        raise ConfigError(
+            f"rollout.environment={plugin.name} rewrites the task, and rollout.engine=dataset answers with the file's "
+            "completions of the task as it is; use single_turn"
+        )
+    return rewritten(template, partial(plugin.traits["rewrite"], env_cfg))
+
+
+def _evaluation_environment(cfg: RunConfig) -> str:
+    """Held-out tasks are asked plainly where the environment is a way of sampling for training."""
     name = cfg.rollout.environment["name"]
-    env = plugin.target(env_cfg, decode=data.tokenizer.decode, max_context_tokens=longest)
+    return environments.get(name).traits.get("evaluate_as", name)
+
+
+def _environments(cfg: RunConfig, data: Data) -> dict[str, Environment]:
+    """Of training and of evaluation, by the name in `Prompt.env`."""
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    nodes = {
+        _evaluation_environment(cfg): {"name": _evaluation_environment(cfg)},
+        cfg.rollout.environment["name"]: cfg.rollout.environment,
+    }
+    made: dict[str, Environment] = {}
+    for name, node in nodes.items():
+        plugin, env_cfg = environments.resolve(node, where="rollout.environment")
+        made[name] = plugin.target(env_cfg, decode=data.tokenizer.decode, max_context_tokens=longest)
+    return made
+
+
+def _collector(cfg: RunConfig, data: Data, engine: RolloutEngine) -> Collector:
     return Collector(
         engine=engine,
-        environments={name: env},
+        environments=_environments(cfg, data),
         scorer=data.scorer,
         run_seed=cfg.run.seed,
         timeout_seconds=cfg.rollout.timeout_seconds,

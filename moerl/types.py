@@ -131,6 +131,16 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """One of several answers that a response states."""
+
+    text: str
+    """As an answer to the plain prompt would be."""
+    weight: float
+    """Probability of choosing it; those of a response sum to 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One finished episode: prompt and response tokens of all turns."""
 
@@ -161,6 +171,9 @@ class Trajectory:
     reward: float = float("nan")
     """Weighted sum of the components: the task reward. NaN until scored, and for unscored trajectories."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the environment measured; the step's mean of each is `rollout/<name>`."""
+    candidates: tuple[Candidate, ...] = ()
+    """Answers to score in place of `response_text`, the reward being the weighted mean of theirs; none: the text."""
 
     @property
     def response_length(self) -> int:

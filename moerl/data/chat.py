@@ -87,6 +87,14 @@ class ChatTokenizer:
         except TemplateError as error:
             raise DataError(f"{source}: the chat template refuses the messages ({error})") from error
 
+    def can_write(self, text: str) -> bool:
+        """Whether there are tokens for `text` that read as it, white space around it aside."""
+        try:
+            ids = self._encode(text, "a marker", add_special_tokens=False)
+        except DataError:
+            return False
+        return self.decode(ids, skip_stop=False).strip() == text.strip()
+
     def encode_completion(self, text: str) -> np.ndarray:
         """Token ids [s] int32 of `text`, with the end token after it (once)."""
         ids = self._encode(text, "a completion", add_special_tokens=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -59,6 +59,22 @@ def resolve_template(node: Mapping[str, Any]) -> PromptTemplate:
         extract=plugin.traits.get("extract", "boxed"),
         stop=tuple(plugin.traits.get("stop", ())),
     )
+
+
+def rewritten(template: PromptTemplate, rewrite: Callable[[str], str]) -> PromptTemplate:
+    """`template` around `rewrite(task)`: of a conversation, around its last message of the user."""
+
+    def render(row: Row, chat: ChatTemplate) -> PromptText:
+        if isinstance(row.prompt, str):
+            return template.render(replace(row, prompt=rewrite(row.prompt)), chat)
+        asked = [i for i, message in enumerate(row.prompt) if message["role"] == "user"]
+        if not asked:
+            raise DataError(f"{row.source}: has no message of the user, and rollout.environment rewrites the task")
+        messages = [dict(message) for message in row.prompt]
+        messages[asked[-1]]["content"] = rewrite(messages[asked[-1]]["content"])
+        return template.render(replace(row, prompt=messages), chat)
+
+    return replace(template, render=render)
 
 
 def question_of(row: Row, template: str) -> str:

@@ -5,7 +5,9 @@
         def __init__(self, cfg: MineConfig, *, decode: Decode, max_context_tokens: int) -> None: ...
 
 `injects` names the keyword arguments that `build.py` hands over: `decode` (token ids to text, special tokens kept) and
-`max_context_tokens` (most tokens of prompt and response together).
+`max_context_tokens` (most tokens of prompt and response together). Optional traits: `check(cfg)` refuses wrong
+arguments and gives the strings that the tokenizer must be able to write, `rewrite(cfg, task)` is the task as the
+environment asks it, and `evaluate_as` names the environment of held-out tasks where it is another.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from moerl.metrics import Metrics, Sum
 from moerl.rewards import rewards
 from moerl.rewards.base import Reward, RewardConfig, UnscoredError
 from moerl.rewards.pool import SandboxPool
-from moerl.types import Prompt, Trajectory
+from moerl.types import Candidate, Prompt, Trajectory
 
 ERROR_KINDS = ("timeout", "crash", "exception")
 
@@ -46,15 +46,17 @@ class RewardScorer:
         """With `reward_components` (raw values) and `reward` (weighted sum), or with status `error`.
 
         A trajectory that is not `ok` comes back as it is. Where one component has no verdict the trajectory has none:
-        reward NaN, the components so far, and `error` says which verifier failed and how.
+        reward NaN, the components so far, and `error` says which verifier failed and how. Where there are
+        `candidates`, each value is the mean over them by their weights.
         """
         if trajectory.status != "ok":
             return trajectory
+        answers = trajectory.candidates or (Candidate(trajectory.response_text, 1.0),)
         values: dict[str, float] = {}
         total = 0.0
         for component in self._applicable(prompt.dataset):
             try:
-                value = _number(await component.reward.score(prompt, trajectory.response_text))
+                value = await _expected(component.reward, prompt, answers)
             except UnscoredError as error:
                 self._errors[error.kind] += 1
                 text = f"reward {component.name}: {error}"
@@ -138,6 +140,12 @@ def _build_component(node: Mapping[str, Any] | str, pool: SandboxPool, *, where:
         raise ConfigError(f"{where} ({plugin.name}): weight must be a finite number, is {config.weight}")
     datasets = None if config.datasets is None else frozenset(config.datasets)
     return _Component(config.id or plugin.name, config.weight, datasets, plugin.target(config, pool))
+
+
+async def _expected(reward: Reward, prompt: Prompt, answers: Sequence[Candidate]) -> float:
+    """Mean verdict by weight; one that cannot be had leaves the whole without one."""
+    verdicts = [_number(await reward.score(prompt, answer.text)) for answer in answers]
+    return math.fsum(answer.weight * verdict for answer, verdict in zip(answers, verdicts, strict=True))
 
 
 def _number(value: Any) -> float:

@@ -42,7 +42,7 @@ def error_kind(error: str) -> str:
 
 
 def _of_one(trajectory: Trajectory, version: int) -> Metrics:
-    metrics: Metrics = {}
+    metrics: Metrics = {f"rollout/{name}": Mean(value) for name, value in trajectory.metrics.items()}
     if trajectory.status == "error":
         metrics[f"rollout/errors/{error_kind(trajectory.error)}"] = Sum(1)
     length = trajectory.response_length
