@@ -113,7 +113,7 @@ class Verbalized:
             return trajectory
         parsed = parse_candidates(trajectory.response_text, self._cfg.markers, self._cfg.num_candidates)
         is_malformed = len(parsed.candidates) < self._cfg.min_candidates
-        metrics = dict(trajectory.metrics) | self._metrics(parsed, is_malformed=is_malformed)
+        metrics = {**trajectory.metrics, **self._metrics(parsed, is_malformed=is_malformed)}
         if not is_malformed:
             return replace(trajectory, candidates=parsed.candidates, metrics=metrics)
         kinds = ", ".join(f"{count} {kind}" for kind, count in parsed.faults.items()) or "no marker in it"
