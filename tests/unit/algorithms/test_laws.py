@@ -61,7 +61,8 @@ def test_any_cut_into_ranks_and_micro_batches_is_the_whole(name, seed, kind, dty
     exact = dtype == torch.float64
     assert total == pytest.approx(float(whole_loss), abs=(1e-12 if exact else 1e-6) * size + 1e-15)
     torch.testing.assert_close(gradient, whole_gradient, rtol=1e-10 if exact else 2e-6, atol=1e-14 if exact else 1e-12)
-    close = {"rel": 1e-9, "abs": 1e-12} if exact else {"rel": 1e-4, "abs": 1e-5}
+    # In float32 a mean of log-ratios up to 20 that cancel keeps three digits after the point.
+    close = {"rel": 1e-9, "abs": 1e-12} if exact else {"rel": 1e-3, "abs": 2e-3}
     assert to_floats(merged) == pytest.approx(to_floats(whole_metrics), **close)
 
 
