@@ -71,6 +71,7 @@ def _run(run: object, args: argparse.Namespace) -> int:
         _complain(f"moerl: {error.filename or 'the disk'} cannot be written or read ({error.strerror})")
         return EXIT_FAILED
     except KeyboardInterrupt:
+        logging.getLogger("asyncio").disabled = True  # tasks that were cut off need not say so as the process ends
         _complain("moerl: stopped at once; the last complete checkpoint is untouched, start the same command to go on")
         return EXIT_INTERRUPTED
 

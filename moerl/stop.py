@@ -9,6 +9,8 @@ from typing import Any, Self
 
 logger = logging.getLogger(__name__)
 
+ASYNCIO = logging.getLogger("asyncio")
+
 
 class StopSignal:
     """Context manager that turns the first SIGINT or SIGTERM into a flag the loop reads between steps."""
@@ -29,10 +31,12 @@ class StopSignal:
         """Give them back."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        ASYNCIO.disabled = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self.requested:
+            ASYNCIO.disabled = True  # it would print a traceback for every task that the interrupt cuts off
             raise KeyboardInterrupt
         self.requested = True
         logger.warning("%s: stopping after this step; once more stops at once", signal.Signals(number).name)

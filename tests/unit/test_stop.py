@@ -83,3 +83,16 @@ print("saved" if steps else "not started", flush=True)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert (out, process.returncode) == ("saved\n", 0)
+
+
+def test_the_second_signal_silences_the_tasks_that_it_cuts_off_and_only_them():
+    seen = []
+    with pytest.raises(KeyboardInterrupt), StopSignal():
+        os.kill(os.getpid(), signal.SIGINT)
+        seen.append(logging.getLogger("asyncio").disabled)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            seen.append(logging.getLogger("asyncio").disabled)
+    assert seen == [False, True]
+    assert not logging.getLogger("asyncio").disabled
