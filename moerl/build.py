@@ -192,7 +192,9 @@ def _rooms(
         evaluator=evaluator,
         probe=probe,
         start_probe=start_probe,
-        contract=StepZeroContract(cfg.precision.params, cfg.rollout.engine.get("precision", "fp32")),
+        contract=StepZeroContract(
+            cfg.precision.params, cfg.rollout.engine.get("precision", "fp32"), cfg.telemetry.contract_tolerance
+        ),
         checkpoints=store,
         records=records,
         counts_empty=counts_empty(cfg.algorithm),

@@ -1,8 +1,8 @@
 """The step-0 contract: before anything has moved, trainer and engine must agree. Checked in every run and reported.
 
 At the first minibatch of a run's first step the weights are those that generated the data. So the ratio to the old
-policy is 1, its KL 0 and no clip binds; and in fp32 the trainer's logprobs equal the engine's to 1e-5 (on the mean and
-for 99 % of the tokens; 1e-4 for every token) and every route on which they differ was a near tie.
+policy is 1, its KL 0 and no clip binds; and in fp32 every logprob of the trainer equals the engine's to 1e-5 and every
+route on which they differ was a near tie. What follows from such a tie is not judged: `moerl.mcore.agreement`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,10 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moerl.algorithms.mismatch_metrics import FP32_LOGPROB_TOLERANCE
 from moerl.errors import NumericsError
 
 logger = logging.getLogger(__name__)
 
-LARGEST_FRACTION_BEYOND = 0.01
-"""Share of tokens that may be further apart than `FP32_LOGPROB_TOLERANCE`."""
-LARGEST_TOLERANCE = 1e-4
-"""Of every token. A float32 forward of the demo's policy is itself up to 4.3e-5 off the float64 one at its worst token
-of 12,000 (0.1 % are off by more than 9e-6, the mean is 4e-7); a real disagreement is a thousand times that."""
-MARGIN_TOLERANCE = 1e-5
 EXPECTED_BAND = {"bf16": 0.1, "int8": 0.5, "fp8": 2.0, "int4": 10.0}
 """Largest |trainer - engine| logprob difference expected of a lower precision; beyond it, a warning."""
 
@@ -32,6 +25,8 @@ class StepZeroContract:
 
     learner_precision: str
     engine_precision: str
+    tolerance: float = 1e-5
+    """In fp32: of `1 + |logprob|` for every token, of a ratio's distance from 1, and of the margin of a near tie."""
 
     @property
     def is_exact(self) -> bool:
@@ -46,15 +41,9 @@ class StepZeroContract:
         """
         problems = []
         checks = (
-            ("mm/logp_abs_mean", FP32_LOGPROB_TOLERANCE, "the trainer's logprobs differ from the engine's"),
-            (
-                "contract/logp_beyond_fraction",
-                LARGEST_FRACTION_BEYOND,
-                f"too many of the trainer's logprobs are further than {FP32_LOGPROB_TOLERANCE:g} from the engine's",
-            ),
-            ("mm/logp_abs_max", LARGEST_TOLERANCE, "the trainer's logprobs differ from the engine's at some token"),
-            ("route/max_margin_of_changed", MARGIN_TOLERANCE, "routes differ that were no near tie"),
-            ("contract/ratio_deviation", FP32_LOGPROB_TOLERANCE, "the first minibatch's ratio is not 1"),
+            ("contract/logp_gap", self.tolerance, "the trainer's logprobs differ from the engine's"),
+            ("contract/route_margin", self.tolerance, "routes differ that were no near tie"),
+            ("contract/ratio_deviation", self.tolerance, "the first minibatch's ratio is not 1"),
             ("contract/clip_fraction", 0.0, "a clip binds in the first minibatch"),
         )
         for name, limit, meaning in checks:
@@ -64,7 +53,8 @@ class StepZeroContract:
             raise NumericsError(
                 f"step-0 contract broken: {'; '.join(problems)}. The weights are those that made the data, so both "
                 "sides must agree: look at temperature, stop tokens, the chat template and the weight update "
-                "(telemetry.dump_batches=true, then tools/replay_step.py)"
+                "(telemetry.dump_batches=true, then tools/replay_step.py). Rounding alone, in a deep or wide model, "
+                "stays within ten times the limit: raise telemetry.contract_tolerance for it"
             )
         if not self.is_exact:
             self._warn_beyond_band(values)

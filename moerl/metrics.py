@@ -8,6 +8,7 @@ in a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -69,8 +70,8 @@ class Max:
     largest: Scalar
 
     def merge(self, other: Max) -> Max:
-        """Keep the larger."""
-        return self if float(self.largest) >= float(other.largest) else other
+        """Keep the larger; NaN is larger than any number."""
+        return self if math.isnan(float(self.largest)) or float(self.largest) >= float(other.largest) else other
 
     def value(self) -> float | None:
         """The largest value; None for -inf, the identity."""
@@ -85,8 +86,8 @@ class Min:
     smallest: Scalar
 
     def merge(self, other: Min) -> Min:
-        """Keep the smaller."""
-        return self if float(self.smallest) <= float(other.smallest) else other
+        """Keep the smaller; NaN is smaller than any number."""
+        return self if math.isnan(float(self.smallest)) or float(self.smallest) <= float(other.smallest) else other
 
     def value(self) -> float | None:
         """The smallest value; None for +inf, the identity."""

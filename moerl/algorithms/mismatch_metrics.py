@@ -12,10 +12,6 @@ from moerl.metrics import Correlation, EffectiveSize, Max, Mean, Metrics
 _EXTREMES = (("1.5", 1.5), ("2", 2.0), ("5", 5.0), ("10", 10.0))
 
 
-FP32_LOGPROB_TOLERANCE = 1e-5
-"""How far two float32 forwards of the same weights may be apart at a token, save for a few in ten thousand."""
-
-
 def mismatch_metrics(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int, prefix: str = "mm"
 ) -> Metrics:

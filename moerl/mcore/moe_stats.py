@@ -79,13 +79,23 @@ def _rollout_pair(batch: MicroBatch, seen: Observation) -> _Pair:
 
 
 def _max_margin(pair: _Pair) -> Tensor:
-    """How far the worst expert that only the rollout took lies below the learner's k-th; 0 without any."""
+    """The largest margin; 0 without any."""
     if not pair.before.numel():
         return pair.selection.new_zeros(())
-    kth = pair.selection.gather(-1, pair.after).amin(-1, keepdim=True)
-    taken = pair.selection.gather(-1, pair.before)
-    kept = (pair.before[..., :, None] == pair.after[..., None, :]).any(-1)
-    return (kth - taken).masked_fill(kept, 0.0).max().clamp_min(0.0)
+    return margins(pair.before, pair.after, pair.selection).max()
+
+
+def margins(before: Tensor, after: Tensor, selection: Tensor) -> Tensor:
+    """[m, l]: how far the worst expert that only `before` took lies below the k-th of `after`; 0 where all are kept.
+
+    Args:
+        before: [m, l, k] experts.
+        after: [m, l, k] experts, the top-k of `selection`.
+        selection: [m, l, e] what the router chose by.
+    """
+    kth = selection.gather(-1, after).amin(-1, keepdim=True)
+    kept = (before[..., :, None] == after[..., None, :]).any(-1)
+    return (kth - selection.gather(-1, before)).masked_fill(kept, 0.0).amax(-1).clamp_min(0.0)
 
 
 def update_pair_metrics(before: Sequence[RouterStats], after: Sequence[RouterStats]) -> Metrics:

@@ -15,6 +15,7 @@ from moerl.algorithms.types import OLD_PASS, LossInputs
 from moerl.config.schema import ModelSection, OptimSection, ParallelSection, PrecisionSection, ReferenceSection
 from moerl.errors import ConfigError
 from moerl.mcore import checkpoint, moe_stats
+from moerl.mcore.agreement import rollout_agreement, update_agreement
 from moerl.mcore.frozen import REFERENCE, TEACHER, FrozenWeights, chosen
 from moerl.mcore.inputs import FILLED, fill_step, loss_inputs
 from moerl.mcore.model import ModelSource, build_chunks, read_same_shape, read_source, transformer_config
@@ -22,15 +23,7 @@ from moerl.mcore.optim import Optimizer, minibatch_of, wrap_chunks
 from moerl.mcore.parallel import ParallelState, initialize_parallel
 from moerl.mcore.reduce import merge_over_ranks
 from moerl.mcore.router_replay import Observation
-from moerl.mcore.step import (
-    MicroResult,
-    Routes,
-    StepRunner,
-    TokenScores,
-    contract_metrics,
-    own_routes,
-    rollout_routes,
-)
+from moerl.mcore.step import MicroResult, Routes, StepRunner, TokenScores, own_routes, rollout_routes
 from moerl.mcore.weights import WeightMap
 from moerl.metrics import Mean, Metrics, Sum, masked_mean, merge_into
 from moerl.types import MicroBatch, RouterStats, StepBatch
@@ -213,6 +206,8 @@ class MegatronPolicy:
             metrics.update(load_of_counts(self.parallel.sum_over_data(counts)))
         if all(batch.routes is not None for batch in batches):
             metrics.update(moe_stats.logprob_pair_metrics(batches, [result.logprobs for result in results]))
+        if self.version == 0:
+            metrics.update(rollout_agreement(batches, results))
         if self._routing in ("R2", "R3"):
             for batch in batches:
                 merge_into(metrics, moe_stats.replay_coverage(batch, covers_all=self._routing == "R2"))
@@ -250,7 +245,7 @@ class MegatronPolicy:
             with minibatch_of("policy", index, len(batch.minibatches)):
                 new, results = self._update_minibatch(minibatch, objective, is_last=index == len(batch.minibatches) - 1)
             if index == 0:
-                metrics.update(contract_metrics(minibatch, results, new))
+                metrics.update(update_agreement(minibatch, results, new))
             merge_into(metrics, new)
         self.version += 1
         every = self._refresh.update_every_steps

@@ -12,14 +12,13 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from moerl.algorithms.mismatch_metrics import FP32_LOGPROB_TOLERANCE
 from moerl.errors import DataError
 from moerl.mcore.model import score_tokens, unwrap
 from moerl.mcore.padding import Routes, filled_up, filled_up_routes, missing_rows
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import Observation, concat_layers
 from moerl.mcore.stages import StageExchange
-from moerl.metrics import Max, Mean, Metrics, masked_mean, merge_into
+from moerl.metrics import Metrics
 from moerl.types import MicroBatch
 
 
@@ -201,23 +200,3 @@ def rollout_routes(batch: MicroBatch) -> Routes:
     if batch.routes is None:
         raise DataError("algorithm.routing is R3, but the samples carry no routes; use an engine that returns them")
     return batch.routes, batch.has_route
-
-
-def contract_metrics(minibatch: Sequence[MicroBatch], results: Sequence[MicroResult], metrics: Metrics) -> Metrics:
-    """Of a step's first minibatch, whose weights are the old ones: how far its ratios are from 1, what share is
-    clipped, and what share of its logprobs lies further from the engine's than float32 explains.
-    """
-    found: Metrics = {}
-    for batch, result in zip(minibatch, results, strict=True):
-        if batch.old_logprobs is not None:  # a file's completions are not scored; they have no engine's logprobs
-            near = (result.logprobs - batch.rollout_logprobs).abs() <= FP32_LOGPROB_TOLERANCE  # a NaN is not near
-            merge_into(found, {"contract/logp_beyond_fraction": masked_mean((~near).float(), batch.mask)})
-        if batch.old_logprobs is not None:
-            gap = torch.where(batch.mask, result.logprobs - batch.old_logprobs, 0.0)
-            merge_into(found, {"contract/ratio_deviation": Max(torch.expm1(gap).abs().max())})
-    means = [metrics.get(name) for name in ("pg/clip_low", "pg/clip_high")]
-    clipped = [mean for mean in means if isinstance(mean, Mean)]
-    if clipped:
-        total = sum(mean.total for mean in clipped)
-        found["contract/clip_fraction"] = Mean(total, clipped[0].count)
-    return found

@@ -52,7 +52,9 @@ def test_the_demo_learns(gspo):
 def test_the_contract_holds_and_both_sides_agree_throughout(gspo):
     assert gspo.values("contract/holds") == [1.0]
     assert gspo.rows[1]["contract/holds"] == 1.0
-    assert gspo.values("contract/logp_beyond_fraction")[0] == 0.0
+    assert gspo.rows[1]["contract/logp_gap"] <= 1e-5
+    assert gspo.rows[1]["contract/route_margin"] <= 1e-5
+    assert gspo.rows[1]["contract/judged_fraction"] == 1.0
     assert gspo.rows[1]["mm/logp_abs_max"] <= 1e-5
     assert max(gspo.values("mm/k3")) < 1e-9
     assert max(gspo.values("contract/ratio_deviation")) <= 1e-5

@@ -7,35 +7,22 @@ import math
 
 import pytest
 
-from moerl.algorithms.mismatch_metrics import FP32_LOGPROB_TOLERANCE as LOGPROB_TOLERANCE
-from moerl.contract import (
-    EXPECTED_BAND,
-    LARGEST_FRACTION_BEYOND,
-    LARGEST_TOLERANCE,
-    MARGIN_TOLERANCE,
-    StepZeroContract,
-)
+from moerl.contract import EXPECTED_BAND, StepZeroContract
 from moerl.errors import NumericsError
 
+LIMIT = 1e-5
 AGREES = {
-    "mm/logp_abs_mean": 0.9 * LOGPROB_TOLERANCE,
-    "contract/logp_beyond_fraction": 0.9 * LARGEST_FRACTION_BEYOND,
-    "mm/logp_abs_max": 0.9 * LARGEST_TOLERANCE,
-    "route/max_margin_of_changed": 0.9 * MARGIN_TOLERANCE,
-    "contract/ratio_deviation": 0.9 * LOGPROB_TOLERANCE,
+    "mm/logp_abs_max": 0.5,  # what follows from a near tie
+    "contract/logp_gap": 0.9 * LIMIT,
+    "contract/route_margin": 0.9 * LIMIT,
+    "contract/ratio_deviation": 0.9 * LIMIT,
     "contract/clip_fraction": 0.0,
     "reward/mean": 17.0,
 }
 BREAKS = [
-    ("mm/logp_abs_mean", 1.1 * LOGPROB_TOLERANCE, "the trainer's logprobs differ from the engine's"),
-    (
-        "contract/logp_beyond_fraction",
-        1.1 * LARGEST_FRACTION_BEYOND,
-        "too many of the trainer's logprobs are further than 1e-05 from the engine's",
-    ),
-    ("mm/logp_abs_max", 1.1 * LARGEST_TOLERANCE, "the trainer's logprobs differ from the engine's at some token"),
-    ("route/max_margin_of_changed", 1.1 * MARGIN_TOLERANCE, "routes differ that were no near tie"),
-    ("contract/ratio_deviation", 1.1 * LOGPROB_TOLERANCE, "the first minibatch's ratio is not 1"),
+    ("contract/logp_gap", 1.1 * LIMIT, "the trainer's logprobs differ from the engine's"),
+    ("contract/route_margin", 1.1 * LIMIT, "routes differ that were no near tie"),
+    ("contract/ratio_deviation", 1.1 * LIMIT, "the first minibatch's ratio is not 1"),
     ("contract/clip_fraction", 1e-9, "a clip binds in the first minibatch"),
 ]
 
@@ -45,7 +32,7 @@ def test_it_holds_when_both_sides_agree():
 
 
 def test_what_was_not_measured_is_not_held_against_the_run():
-    measured = {name: value for name, value in AGREES.items() if not name.startswith("route/")}
+    measured = {name: value for name, value in AGREES.items() if name != "contract/route_margin"}
     assert StepZeroContract("fp32", "fp32").check(measured) == {"contract/holds": 1.0}
 
 
@@ -56,7 +43,15 @@ def test_each_breach_stops_an_fp32_run_and_is_named_with_its_number(name, value,
     text = str(caught.value)
     assert f"{meaning}: {name} = {value:.3g}, allowed " in text
     assert "telemetry.dump_batches=true" in text
+    assert "raise telemetry.contract_tolerance" in text
     assert not [other for other, _, _ in BREAKS if other != name and other in text]
+
+
+def test_the_tolerance_is_the_runs_own():
+    with pytest.raises(NumericsError, match="allowed 1e-05"):
+        StepZeroContract("fp32", "fp32").check({**AGREES, "contract/logp_gap": 3e-5})
+    wider = StepZeroContract("fp32", "fp32", tolerance=4e-5)
+    assert wider.check({**AGREES, "contract/logp_gap": 3e-5}) == {"contract/holds": 1.0}
 
 
 @pytest.mark.parametrize("name", [name for name, _, _ in BREAKS])
@@ -74,7 +69,7 @@ def test_all_breaches_come_in_one_error():
 @pytest.mark.parametrize(("learner", "engine"), [("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "fp8")])
 def test_lower_precision_reports_a_breach_and_goes_on(learner, engine, caplog):
     assert not StepZeroContract(learner, engine).is_exact
-    values = {**AGREES, "mm/logp_abs_max": 0.05}
+    values = {**AGREES, "mm/logp_abs_max": 0.05, "contract/logp_gap": 0.05}
     with caplog.at_level(logging.WARNING):
         assert StepZeroContract(learner, engine).check(values) == {"contract/holds": 0.0}
     assert not caplog.records  # within the band of every precision
@@ -96,5 +91,7 @@ def test_the_coarser_side_sets_the_band_and_beyond_it_a_warning_says_both_number
 
 def test_not_a_number_is_beyond_every_band(caplog):
     with caplog.at_level(logging.WARNING):
-        assert StepZeroContract("bf16", "fp32").check({"mm/logp_abs_max": math.nan}) == {"contract/holds": 0.0}
+        assert StepZeroContract("bf16", "fp32").check({"mm/logp_abs_max": math.nan, "contract/logp_gap": math.nan}) == {
+            "contract/holds": 0.0
+        }
     assert "nan" in caplog.text

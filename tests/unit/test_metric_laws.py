@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.metrics import Correlation, EffectiveSize, Quantile
+from moerl.metrics import Correlation, EffectiveSize, Max, Min, Quantile
 
 
 def effective_size(a: np.ndarray, _: np.ndarray) -> EffectiveSize:
@@ -53,3 +53,11 @@ def test_nothing_has_no_value(make):
 
 def test_one_side_that_does_not_vary_has_no_correlation():
     assert correlation(np.ones(4), np.arange(4.0)).value() is None
+
+
+@pytest.mark.parametrize("law", [Max, Min])
+@pytest.mark.parametrize("numbers", [(np.nan, 1.0, 2.0), (1.0, np.nan, 2.0), (1.0, 2.0, np.nan)])
+def test_an_extreme_that_is_not_a_number_stays_one_in_any_order(law, numbers):
+    first, second, third = map(law, numbers)
+    assert np.isnan(first.merge(second).merge(third).value())
+    assert np.isnan(first.merge(second.merge(third)).value())

@@ -1,0 +1,83 @@
+"""What the step-0 contract is held to (`contract/*`): learner and engine at the same weights, new and old policy before
+the first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moerl.mcore.moe_stats import margins
+from moerl.mcore.router_replay import Observation
+from moerl.mcore.step import MicroResult
+from moerl.metrics import Max, Mean, Metrics, masked_mean, merge_into
+from moerl.types import MicroBatch
+
+
+def rollout_agreement(batches: Sequence[MicroBatch], results: Sequence[MicroResult]) -> Metrics:
+    """Learner against engine, both at the weights that made the data; nothing where the engine gave no routes.
+
+    Two float32 forwards may choose different experts at a near tie; what comes of it (the layers above, and the rows
+    after it in its sequence) differs by far more than rounding, and rightly. So a route is judged only where no route
+    that it was computed from differs, and a logprob likewise. Every disagreement still has a first route or a logprob
+    that is judged.
+    """
+    metrics: Metrics = {}
+    if all(batch.routes is not None for batch in batches):
+        for batch, result in zip(batches, results, strict=True):
+            if result.observed is not None:
+                merge_into(metrics, _agreement(batch, result.logprobs, result.observed))
+    return metrics
+
+
+def _agreement(batch: MicroBatch, logprobs: Tensor, seen: Observation) -> Metrics:
+    assert batch.routes is not None
+    theirs = batch.routes.long()
+    differs = (theirs.sort(-1).values != seen.own_routes.sort(-1).values).any(-1)  # [t, l]
+    if batch.has_route is not None:
+        differs &= batch.has_route[:, None]
+    so_far = _any_so_far(differs, batch.cu_seqlens)
+    below = torch.cat([torch.zeros_like(so_far[:, :1]), so_far.cummax(-1).values[:, :-1]], dim=-1)
+    first = differs & ~below
+    rows = torch.nonzero(first.any(-1))[:, 0]
+    gap = margins(theirs[rows], seen.own_routes[rows], seen.selection[rows]).masked_fill(~first[rows], 0.0)
+
+    follows = torch.cat([so_far.new_zeros(1), so_far.any(-1)[:-1]]) & (batch.position_ids > 0)
+    judged = batch.mask & ~follows
+    scale = 1 + batch.rollout_logprobs.abs()  # a logprob is the difference of two numbers of about its size
+    return {
+        "contract/logp_gap": _largest(((logprobs - batch.rollout_logprobs).abs() / scale)[judged]),
+        "contract/route_margin": _largest(gap),
+        "contract/judged_fraction": masked_mean(judged.float(), batch.mask),
+    }
+
+
+def _any_so_far(flags: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[t, l] bool: whether the flag is set in this row or in one before it in its sequence."""
+    totals = torch.cat([flags.new_zeros((1, flags.shape[1]), dtype=torch.int64), flags.long().cumsum(0)])
+    bounds = cu_seqlens.long()
+    return totals[1:] > totals[bounds[:-1]].repeat_interleave(bounds.diff(), dim=0)
+
+
+def _largest(values: Tensor) -> Max:
+    """A NaN is the largest."""
+    return Max(values.max() if values.numel() else values.new_zeros(()))
+
+
+def update_agreement(minibatch: Sequence[MicroBatch], results: Sequence[MicroResult], metrics: Metrics) -> Metrics:
+    """Of a step's first minibatch, whose weights are the old ones: how far its ratios are from 1, and what share is
+    clipped according to `metrics`.
+    """
+    found: Metrics = {}
+    for batch, result in zip(minibatch, results, strict=True):
+        if batch.old_logprobs is not None:  # a file's completions are not scored
+            gap = torch.where(batch.mask, result.logprobs - batch.old_logprobs, 0.0)
+            merge_into(found, {"contract/ratio_deviation": Max(torch.expm1(gap).abs().max())})
+    means = [metrics.get(name) for name in ("pg/clip_low", "pg/clip_high")]
+    clipped = [mean for mean in means if isinstance(mean, Mean)]
+    if clipped:
+        total = sum(mean.total for mean in clipped)
+        found["contract/clip_fraction"] = Mean(total, clipped[0].count)
+    return found
