@@ -43,7 +43,6 @@ def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its ca
         max_tokens_per_microbatch: budget of one forward.
         seed: of this step's shuffling.
         atoms: [n], or None: samples of one group with the same number share a micro-batch (pairs of an objective).
-
         microbatch_multiple: every rank's number of micro-batches is a multiple of this (interleaved pipelines).
 
     Raises:

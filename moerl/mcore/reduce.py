@@ -6,10 +6,9 @@ import json
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from moerl.mcore.parallel import ParallelState
+from moerl.mcore.wire import gather_bytes
 from moerl.metrics import (
     Correlation,
     EffectiveSize,
@@ -41,7 +40,7 @@ def merge_over_ranks(metrics: Metrics, parallel: ParallelState) -> Metrics:
     speaks = parallel.is_last_stage and parallel.tp.rank == 0
     mine = json.dumps(_encode(metrics)).encode() if speaks else b""
     merged: Metrics = {}
-    for text in _gather_bytes(mine, parallel):
+    for text in gather_bytes(mine):
         if text:
             merge_into(merged, _decode(json.loads(text)))
     return merged
@@ -68,19 +67,3 @@ def _metric(law: str, *numbers: float) -> Metric:
     if law == Quantile.__name__:
         return Quantile(numbers[0], (np.array(numbers[1:]),))
     return LAWS[law](*numbers)
-
-
-def _gather_bytes(mine: bytes, parallel: ParallelState) -> list[bytes]:
-    """Every rank's bytes, in rank order."""
-    device = torch.cuda.current_device()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(parallel.world_size)]
-    dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
-    counts = [int(size) for size in sizes]
-    longest = max(counts)
-    if not longest:
-        return [b""] * parallel.world_size
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[: len(mine)].to(device)
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
-    return [bytes(part[:count].cpu().numpy()) for part, count in zip(parts, counts, strict=True)]

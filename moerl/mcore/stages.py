@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import Observation
+from moerl.mcore.wire import gather_json
 
 FLOAT_FIELDS = 2
 """Of `Observation`, over experts: log_probs and selection."""
@@ -25,9 +26,7 @@ class StageExchange:
         self._num_experts, self._topk = sizes
         self._stages: list[tuple[int, ...]] = [layers]
         if self._axis.size > 1:
-            found: list[tuple[int, ...] | None] = [None] * self._axis.size
-            dist.all_gather_object(found, layers, group=self._axis.group)
-            self._stages = [stage or () for stage in found]
+            self._stages = [tuple(stage) for stage in gather_json(layers, self._axis.group)]
 
     def scores(self, scores: Tensor | None, size: tuple[int, int], device: torch.device) -> Tensor:
         """Those of the last stage, of `size` [rows, t], on every stage."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from moerl.errors import CheckpointError, ConfigError
 from moerl.mcore.model import VOCAB_MULTIPLE, ModelSource, unwrap
 from moerl.mcore.parallel import Axis, ParallelState
+from moerl.mcore.wire import gather_json
 from moerl.models.hf_folder import HFFolder, checked_source
 from moerl.models.rules import Rule, match_parameters, shift_indices, shorten
 
@@ -71,11 +72,9 @@ class WeightMap:
         mine = list(self.local)
         if self._parallel.world_size == 1:
             return {name: [0] for name in mine}
-        names: list[list[str] | None] = [None] * self._parallel.world_size
-        dist.all_gather_object(names, mine)
         holders: dict[str, list[int]] = {}
-        for rank, held in enumerate(names):
-            for name in held or []:
+        for rank, held in enumerate(gather_json(mine)):
+            for name in held:
                 holders.setdefault(name, []).append(rank)
         return holders
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,17 @@ def test_rooms_without_devices_name_none():
                 node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
             }
             assert not {word for word in words if word == "cuda" or word.startswith("cuda:")}, path
+
+
+PICKLING = re.compile(r"\b(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?\b")
+
+
+def test_no_collective_pickles():
+    assert PICKLING.search("dist.all_gather_object(found, mine)")
+    for path in (ROOT / "moerl").rglob("*.py"):
+        assert not PICKLING.search(path.read_text()), (
+            f"{path}: what comes from a socket is not unpickled; use mcore/wire.py"
+        )
 
 
 def test_no_mocks_anywhere():
