@@ -1,4 +1,4 @@
-"""Plain values between processes, as JSON or bytes: torch's own object collectives pickle, and nothing unpickles here."""
+"""Plain values between processes, JSON or bytes: torch's own object collectives pickle, and nothing is unpickled."""
 
 from __future__ import annotations
 
