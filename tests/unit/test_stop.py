@@ -68,7 +68,7 @@ def test_each_use_starts_without_a_request():
 def test_a_process_that_is_told_to_end_finishes_what_it_does():
     code = """
 import sys
-from moerl.stop import ASYNCIO, StopSignal
+from moerl.stop import StopSignal
 with StopSignal() as stop:
     steps = 0
     while not stop.requested:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 from hypothesis import given
@@ -138,18 +137,11 @@ def test_no_text_breaks_it(text, expected):
         "<text>a</text><probability>1",
     ],
 )
-def test_long_hostile_text_takes_linear_time(piece):
-    """Ten times the text: about ten times as long; a quadratic reader takes a hundred."""
-
-    def seconds(count):
-        taken = []
-        for _ in range(3):
-            start = time.perf_counter()
-            parse(piece * count)
-            taken.append(time.perf_counter() - start)
-        return min(taken)
-
-    assert seconds(30_000) < 40 * seconds(3_000) + 0.02
+def test_long_hostile_text_comes_to_an_end(piece):
+    """A million characters and more: a reader that looks back at every piece would not live to see it."""
+    parsed = parse(piece * 200_000)
+    assert set(parsed.faults) <= set(FAULTS)
+    assert len(parsed.stated) <= 5
 
 
 def test_entropy_is_in_nats():
