@@ -100,7 +100,7 @@ TOKEN_PRESETS: dict[str, Preset] = {
         ),
         "capped weights to the rollout policy, mean over prompts, batch-scaled advantages, solved prompts retired",
         "2510.13786",
-        {"rollout.max_staleness": 8, "precision": "the paper keeps the language-model head in fp32"},
+        {"rollout.max_staleness": 8, "precision.head": "fp32"},
     ),
     "dppo_topk_tv": Preset(dppo_point("topk_tv", 0.15), "as dppo_tv, over the engine's likeliest tokens", "2602.04879"),
     "dppo_topk_kl": Preset(dppo_point("topk_kl", 0.05), "as dppo_kl, over the engine's likeliest tokens", "2602.04879"),

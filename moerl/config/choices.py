@@ -15,6 +15,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "run.resume": ("auto", "required", "never"),
     "model.init": ("weights", "random"),
     "precision.params": ("fp32", "bf16"),
+    "precision.head": ("params", "fp32"),
     "precision.fp8": ("none", "delayed", "tensorwise", "blockwise", "mxfp8"),
     "precision.recompute": ("none", "selective", "full"),
     "data.on_long_prompt": ("skip", "refuse"),

@@ -80,6 +80,9 @@ class PrecisionSection:
 
     params: str = "fp32"
     """`fp32` or `bf16` (bf16 keeps fp32 main weights)."""
+    head: str = "params"
+    """Format of the product that makes logits: `params`, which rounds logits to that format as an engine of it does,
+    or `fp32`, with hidden states and output weights as float32 factors (MiniMax-M1, ScaleRL)."""
     fp8: str = "none"
     recompute: str = "none"
     """`none`, `selective` (attention and experts) or `full` (every layer)."""

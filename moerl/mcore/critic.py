@@ -33,6 +33,7 @@ from moerl.mcore.model import (
 from moerl.mcore.optim import Optimizer, minibatch_of, wrap_chunks
 from moerl.mcore.parallel import ParallelState, initialize_parallel
 from moerl.mcore.step import MicroResult, StepRunner, TokenScores, own_routes
+from moerl.mcore.value_head import linear_values
 from moerl.mcore.weights import WeightMap
 from moerl.metrics import Last, Metrics, Sum, masked_mean, merge_into
 from moerl.types import MicroBatch, StepBatch
@@ -61,7 +62,7 @@ class ValueModel(PackedGPTModel):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        values = F.linear(hidden[:-1, 0].float(), self.value_head.weight.float(), self.value_head.bias.float())[:, 0]
+        values = linear_values(hidden[:-1, 0], self.value_head.weight, self.value_head.bias)
         shifted = F.pad(values, (1, 0)).masked_fill(context.position_ids == 0, 0.0)
         rows = 1 if context.rollout_top_ids is None else 1 + context.rollout_top_ids.shape[1]
         return torch.stack([shifted, *([torch.zeros_like(shifted)] * rows)])

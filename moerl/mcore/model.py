@@ -20,7 +20,7 @@ from moerl.errors import CheckpointError, ConfigError
 from moerl.mcore.local_spec import PackedRotaryEmbedding, block_spec, packed_layout
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import RouteController
-from moerl.mcore.vocab_parallel import VocabShard, linear_logprobs, linear_top_logprobs, shift_support
+from moerl.mcore.vocab_parallel import HeadSettings, VocabShard, linear_logprobs, linear_top_logprobs, shift_support
 from moerl.models.family import GPT_ARGUMENTS, ModelFamily, family_of
 from moerl.models.hf_folder import read_config
 from moerl.models.rules import padded_vocab_size
@@ -178,6 +178,7 @@ class PackedGPTModel(GPTModel):
     routes: RouteController
     true_vocab_size: int = 0
     """Without padding."""
+    head: HeadSettings = HeadSettings()
 
     def score_hidden(
         self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: MicroBatch, **_: Any
@@ -191,13 +192,13 @@ class PackedGPTModel(GPTModel):
         weight = output_layer.weight if output_weight is None else output_weight
         batch = context
         support = None if batch.support is None else shift_support(batch.support)
-        shard = self._vocab_shard(weight.shape[0])
+        options: dict[str, Any] = {"support": support, "shard": self._vocab_shard(weight.shape[0]), "head": self.head}
         rows, tokens, temperature = hidden[:-1, 0], batch.token_ids[1:], batch.temperature[1:]
         if batch.rollout_top_ids is None:
-            scores = torch.stack(linear_logprobs(rows, weight, tokens, temperature, support=support, shard=shard))
+            scores = torch.stack(linear_logprobs(rows, weight, tokens, temperature, **options))
         else:
             targets = (tokens, batch.rollout_top_ids[1:])
-            *own, top = linear_top_logprobs(rows, weight, targets, temperature, support=support, shard=shard)
+            *own, top = linear_top_logprobs(rows, weight, targets, temperature, **options)
             scores = torch.cat([torch.stack(own), top.t()])
         shifted = F.pad(scores, (1, 0))
         return shifted.masked_fill(batch.position_ids == 0, 0.0)
@@ -214,10 +215,18 @@ def build_chunks(
     config: TransformerConfig,
     parallel: ParallelState,
     kind: type[PackedGPTModel] = PackedGPTModel,
+    *,
+    head: str = "params",
 ) -> list[torch.nn.Module]:
-    """This rank's model chunks (one without interleaving), uninitialised, on the training device, in training dtype."""
+    """This rank's model chunks (one without interleaving), uninitialised, on the training device, in training dtype.
+
+    `head` is `precision.head`.
+    """
     stages: list[int | None] = [None] if parallel.virtual_pipeline is None else list(range(parallel.virtual_pipeline))
-    return [_build_chunk(source, config, parallel, stage, kind) for stage in stages]
+    chunks = [_build_chunk(source, config, parallel, stage, kind) for stage in stages]
+    for chunk in chunks:
+        unwrap(chunk).head = HeadSettings(in_float32=head == "fp32")
+    return chunks
 
 
 def _build_chunk(

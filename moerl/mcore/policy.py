@@ -107,7 +107,7 @@ class MegatronPolicy:
         config = transformer_config(
             source, section=model, precision=precision, parallel=layout, is_bias_frozen=routing != "none"
         )
-        chunks = build_chunks(source, config, layout)
+        chunks = build_chunks(source, config, layout, head=precision.head)
         weights = WeightMap(source, chunks, layout)
         frozen = {}
         if teacher is not None:

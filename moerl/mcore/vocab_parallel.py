@@ -1,7 +1,9 @@
 """Log-probability and entropy of given tokens from hidden states, on a vocabulary that may be sharded over a group.
 
-linear -> / temperature -> log-softmax -> gather, in chunks of rows, so that [t, v] never exists whole; the backward
-pass computes each chunk's logits again. Reductions over the vocabulary are float32 whatever the dtype of the model.
+linear -> / temperature -> log-softmax -> gather, tile by tile of rows and vocabulary with a running normaliser, so that
+[t, v] never exists whole; the backward pass computes each tile's logits again. What is summed over the vocabulary, over
+the hidden width (of gradients) and over rows is summed in float32 whatever the dtype of the model, in float64 for
+float64 inputs.
 
 Gradients with respect to the hidden states are this shard's part of a sum over the group: the caller enters through
 megatron's `copy_to_tensor_model_parallel_region` or its sequence-parallel gather, whose backward adds the parts up.
@@ -9,6 +11,7 @@ megatron's `copy_to_tensor_model_parallel_region` or its sequence-parallel gathe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +21,10 @@ from torch import Tensor
 
 from moerl.types import PackedSupport
 
-CHUNK_ELEMENTS = 1 << 24
-"""Logits in flight at once: 64 MiB of float32."""
+TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Logits in flight at once, by device: on a CPU what its caches hold (4 MiB of float32), on a GPU what fills it."""
+TILE_ROWS = {"cpu": 1024, "cuda": 4096}
+"""Rows of a tile whose vocabulary is cut: enough that reading the weights costs little beside multiplying them."""
 
 _OUT = -1e30
 """Logit of a token outside the support: finite, so that 0 * logit is 0, and far below every real one."""
@@ -57,106 +62,212 @@ class _Job:
     inverse_temperature: Tensor
     support: PackedSupport | None
     shard: VocabShard
-    chunk: int
+    tile: tuple[int, int]
+    """Rows and columns."""
+    in_float32: bool
+    """The product itself, not only the sums, is of float32 factors."""
     ids: Tensor | None = None
     """[r, k] int64: further tokens to give the log-probability of."""
 
-    def logits(self, hidden: Tensor, weight: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """[c, v] float32 logits at temperature, and [c, v] bool: not in the running (None: all are)."""
-        logits = (hidden[rows] @ weight.t()).float().mul_(self.inverse_temperature[rows, None])
+    def row_blocks(self) -> Iterator[slice]:
+        return _slices(self.targets.shape[0], self.tile[0])
+
+    def column_blocks(self, weight: Tensor) -> Iterator[slice]:
+        return _slices(weight.shape[0], self.tile[1])
+
+    def wide(self, factor: Tensor) -> Tensor:
+        """A factor of a product as it is multiplied: float32 where asked for, else the model's dtype."""
+        return factor.float() if self.in_float32 and factor.dtype.itemsize < 4 else factor
+
+    def logits(self, hidden: Tensor, weight: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
+        """[r, c] logits of a tile at temperature, and [r, c] bool: not in the running (None: all are)."""
+        product = self.wide(hidden[rows]) @ self.wide(weight[columns]).t()
+        logits = product.to(_sum_dtype(product)).mul_(self.inverse_temperature[rows, None])
         size = self.shard.size
-        if size is not None and size < logits.shape[1]:
-            logits[:, size:] = _OUT
-        outside = self._outside(rows, logits) if self.support is not None else None
+        if size is not None and size < columns.stop:
+            logits[:, max(0, size - columns.start) :] = _OUT
+        outside = self._outside(rows, columns) if self.support is not None else None
         if outside is not None:
             logits.masked_fill_(outside, _OUT)
         return logits, outside
 
-    def _outside(self, rows: slice, logits: Tensor) -> Tensor:
+    def _outside(self, rows: slice, columns: slice) -> Tensor:
         assert self.support is not None
         offsets = self.support.offsets[rows.start : rows.stop + 1]
         counts = offsets.diff()
-        ids = self.support.ids[int(offsets[0]) : int(offsets[-1])] - self.shard.start
+        ids = self.support.ids[int(offsets[0]) : int(offsets[-1])] - self.shard.start - columns.start
         row_of_id = torch.repeat_interleave(torch.arange(counts.shape[0], device=ids.device), counts)
-        local = (ids >= 0) & (ids < logits.shape[1])
-        outside = (counts > 0)[:, None].expand_as(logits).clone()
+        width = columns.stop - columns.start
+        local = (ids >= 0) & (ids < width)
+        outside = (counts > 0)[:, None].expand(counts.shape[0], width).clone()
         outside[row_of_id[local], ids[local]] = False
         return outside
 
-    def own(self, rows: slice, width: int) -> tuple[Tensor, Tensor]:
-        """Where this shard holds the target [c] bool, and the target's local column [c], clamped into range."""
-        return self._here(self.targets[rows], width)
-
-    def further(self, shifted: Tensor, rows: slice) -> Tensor:
-        """[c, k]: entries of `shifted` [c, v] at the further tokens, over all shards."""
-        assert self.ids is not None
-        owned, column = self._here(self.ids[rows], shifted.shape[1])
-        return self.shard.sum_(shifted.gather(-1, column).masked_fill_(~owned, 0.0))
-
-    def _here(self, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        local = ids - self.shard.start
+    def here(self, ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+        """Where the tile holds `ids` (global token ids), and their column in it, clamped into range."""
+        local = ids - self.shard.start - columns.start
+        width = columns.stop - columns.start
         return (local >= 0) & (local < width), local.clamp(0, width - 1)
 
 
-def _row_slices(count: int, chunk: int) -> list[slice]:
-    return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
+@dataclass(frozen=True)
+class _Sums:
+    """What a softmax needs of the vocabulary seen so far, by row, relative to the largest logit so far.
+
+    Relative, because small entropies would drown in the rounding of a large normaliser.
+    """
+
+    largest: Tensor
+    weight: Tensor
+    """Sum of exp(logit - largest)."""
+    weighted: Tensor
+    """Sum of exp(logit - largest) (logit - largest)."""
+    target: Tensor
+    """Logit of the target, 0 where it was not seen."""
+    further: Tensor
+    """[r, k] logits of the further tokens, 0 where not seen."""
+
+    @classmethod
+    def empty(cls, hidden: Tensor, num_further: int) -> _Sums:
+        rows, options = hidden.shape[0], {"dtype": _sum_dtype(hidden), "device": hidden.device}
+        weight, weighted, target = torch.zeros(3, rows, **options)
+        largest = torch.full((rows,), _OUT, **options)
+        return cls(largest, weight, weighted, target, torch.zeros(rows, num_further, **options))
+
+    def add_tile(self, rows: slice, logits: Tensor) -> None:
+        """Take in the logits [r, c] of a tile, which are overwritten."""
+        largest = torch.maximum(self.largest[rows], logits.amax(-1))
+        self._move(rows, largest)
+        shifted = logits.sub_(largest[:, None])
+        weights = shifted.exp()
+        self.weight[rows] += weights.sum(-1)
+        self.weighted[rows] += shifted.mul_(weights).sum(-1)
+
+    def _move(self, rows: slice, largest: Tensor) -> None:
+        shift = self.largest[rows] - largest
+        scale = shift.exp()
+        self.weighted[rows] = scale * (self.weighted[rows] + shift * self.weight[rows])
+        self.weight[rows] *= scale
+        self.largest[rows] = largest
+
+    def merge_over(self, shard: VocabShard) -> None:
+        """Take in the other shards of the vocabulary, in place."""
+        if shard.group is None:
+            return
+        self._move(slice(None), shard.max_(self.largest.clone()))
+        for part in (self.weight, self.weighted, self.target, self.further):
+            shard.sum_(part)
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _slices(count: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """into += left @ right, the sum and the result in the dtype of `into`, whatever that of the factors."""
+    if left.dtype == into.dtype:
+        into.addmm_(left, right)
+    elif left.is_cuda:
+        into += torch.mm(left, right, out_dtype=into.dtype)
+    else:
+        into.addmm_(left.to(into.dtype), right.to(into.dtype))
 
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, job: _Job) -> tuple[Tensor, Tensor, Tensor]:
-        count = hidden.shape[0]
-        further = hidden.new_empty((count, 0 if job.ids is None else job.ids.shape[1]), dtype=torch.float32)
-        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
-        entropy, log_norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for rows in _row_slices(count, job.chunk):
-            logits, _ = job.logits(hidden, weight, rows)
-            largest = job.shard.max_(logits.amax(-1))
-            # Relative to the largest logit: small entropies would drown in the rounding of a large normaliser.
-            shifted = logits.sub_(largest[:, None])
-            owned, column = job.own(rows, shifted.shape[1])
-            target = shifted.gather(-1, column[:, None])[:, 0].masked_fill_(~owned, 0.0)
-            if job.ids is not None:
-                further[rows] = job.further(shifted, rows)
-            weights = shifted.exp()
-            sums = job.shard.sum_(torch.stack([weights.sum(-1), (weights * shifted).sum(-1), target]))
-            log_sum = sums[0].log()
-            log_norm[rows] = largest + log_sum
-            logprobs[rows] = sums[2] - log_sum
-            entropy[rows] = log_sum - sums[1] / sums[0]
-            further[rows] -= log_sum[:, None]
-        ctx.save_for_backward(hidden, weight, log_norm, entropy)
+        sums = _Sums.empty(hidden, 0 if job.ids is None else job.ids.shape[1])
+        for rows in job.row_blocks():
+            for columns in job.column_blocks(weight):
+                logits, _ = job.logits(hidden, weight, rows, columns)
+                owned, column = job.here(job.targets[rows], columns)
+                sums.target[rows] += logits.gather(-1, column[:, None])[:, 0].masked_fill_(~owned, 0.0)
+                if job.ids is not None:
+                    owned, column = job.here(job.ids[rows], columns)
+                    sums.further[rows] += logits.gather(-1, column).masked_fill_(~owned, 0.0)
+                sums.add_tile(rows, logits)
+        sums.merge_over(job.shard)
+        log_sum = sums.weight.log()
+        entropy = log_sum - sums.weighted / sums.weight
+        ctx.save_for_backward(hidden, weight, sums.largest + log_sum, entropy)
         ctx.job = job
         ctx.set_materialize_grads(False)
+        further = sums.further - sums.largest[:, None] - log_sum[:, None]
         ctx.mark_non_differentiable(further)
-        return logprobs, entropy, further
+        return sums.target - sums.largest - log_sum, entropy, further
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None]:
         hidden, weight, log_norm, entropy = ctx.saved_tensors
         job: _Job = ctx.job
-        logprob_grad, entropy_grad, _ = grads
-        hidden_grad = torch.zeros_like(hidden)
-        weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for rows in _row_slices(hidden.shape[0], job.chunk):
-            logits, outside = job.logits(hidden, weight, rows)
-            log_p = logits.sub_(log_norm[rows, None])
-            p = log_p.exp()
-            logit_grad = torch.zeros_like(p)
-            if logprob_grad is not None:
-                g = logprob_grad[rows].float()
-                owned, column = job.own(rows, p.shape[1])
-                logit_grad.addcmul_(p, g[:, None], value=-1.0)
-                logit_grad.scatter_add_(1, column[:, None], g.masked_fill(~owned, 0.0)[:, None])
-            if entropy_grad is not None:
-                # dH/dz = -p (log p + H)
-                logit_grad.addcmul_(p * (log_p + entropy[rows, None]), entropy_grad[rows, None].float(), value=-1.0)
-            if outside is not None:
-                logit_grad.masked_fill_(outside, 0.0)
-            logit_grad = logit_grad.mul_(job.inverse_temperature[rows, None]).to(hidden.dtype)
-            hidden_grad[rows] = logit_grad @ weight
-            weight_grad += (logit_grad.t() @ hidden[rows]).float()
-        return hidden_grad, weight_grad.to(weight.dtype), None
+        logprob_grad, entropy_grad = (_nonzero(grad) for grad in grads[:2])
+        hidden_grad = torch.zeros(hidden.shape, dtype=log_norm.dtype, device=hidden.device)
+        weight_grad = torch.zeros(weight.shape, dtype=log_norm.dtype, device=weight.device)
+        for rows in job.row_blocks():
+            factors = job.wide(hidden[rows])
+            for columns in job.column_blocks(weight):
+                logits, outside = job.logits(hidden, weight, rows, columns)
+                log_p = logits.sub_(log_norm[rows, None])
+                grad = _logit_grad(job, (rows, columns), log_p, (logprob_grad, entropy_grad), entropy)
+                if outside is not None:
+                    grad.masked_fill_(outside, 0.0)
+                grad = grad.mul_(job.inverse_temperature[rows, None]).to(factors.dtype)
+                _add_product(hidden_grad[rows], grad, job.wide(weight[columns]))
+                _add_product(weight_grad[columns], grad.t(), factors)
+        return hidden_grad.to(hidden.dtype), weight_grad.to(weight.dtype), None
+
+
+def _nonzero(grad: Tensor | None) -> Tensor | None:
+    """None where there is nothing to pass on: outputs that are stacked get zeros for those that no loss reads."""
+    return grad if grad is not None and bool(grad.any()) else None
+
+
+def _logit_grad(
+    job: _Job, tile: tuple[slice, slice], log_p: Tensor, grads: tuple[Tensor | None, Tensor | None], entropy: Tensor
+) -> Tensor:
+    """[r, c] gradient of the logits of a tile before the temperature; `log_p` is overwritten."""
+    rows, columns = tile
+    logprob_grad, entropy_grad = grads
+    p = log_p.exp()
+    if entropy_grad is None:
+        grad = p if logprob_grad is None else p.mul_(-logprob_grad[rows, None])
+        if logprob_grad is None:
+            return grad.zero_()
+    else:
+        # dH/dz = -p (log p + H), dlogprob/dz = 1[target] - p
+        grad = log_p.add_(entropy[rows, None]).mul_(entropy_grad[rows, None])
+        if logprob_grad is not None:
+            grad += logprob_grad[rows, None]
+        grad = grad.mul_(p).neg_()
+    if logprob_grad is not None:
+        owned, column = job.here(job.targets[rows], columns)
+        grad.scatter_add_(1, column[:, None], logprob_grad[rows].masked_fill(~owned, 0.0)[:, None])
+    return grad
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """How the product of hidden states and output weights is made."""
+
+    in_float32: bool = False
+    """Multiply float32 copies of the factors (of one tile at a time) where the model has fewer bits; else logits are
+    rounded to the model's dtype, as an engine of that dtype rounds its own."""
+    tile_elements: int | None = None
+    """Bound on logits that exist at a time; None: by device."""
+    tile_rows: int | None = None
+    """Bound on the rows of a tile that does not hold the whole vocabulary; None: by device."""
+
+    def tile(self, rows: int, vocab: int, device: torch.device) -> tuple[int, int]:
+        """Rows and columns of a tile: whole rows of the vocabulary where many fit, else a part of both."""
+        elements = self.tile_elements or TILE_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]
+        least = min(rows, self.tile_rows or TILE_ROWS["cpu" if device.type == "cpu" else "cuda"], elements)
+        if least * vocab <= elements:
+            return elements // vocab, vocab
+        return max(1, least), max(1, elements // max(1, least))
 
 
 def linear_logprobs(
@@ -167,7 +278,7 @@ def linear_logprobs(
     *,
     support: PackedSupport | None = None,
     shard: VocabShard | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    head: HeadSettings | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature)[targets] and the entropy of that distribution, both [r] float32 with
     gradient.
@@ -180,10 +291,9 @@ def linear_logprobs(
         support: Token ids in the running, by row (`offsets` [r + 1]); a row without any is normalised over the
             vocabulary. A target outside its own support gets a log-probability near -1e30.
         shard: Which rows of the vocabulary `weight` is; the whole one by default.
-        chunk_elements: Bound on logits that exist at a time.
+        head: Number format of the product, and sizes of the tiles.
     """
-    settings = _Settings(support, shard, chunk_elements)
-    logprobs, entropy, _ = _apply(hidden, weight, (targets, None), temperature, settings)
+    logprobs, entropy, _ = _apply(hidden, weight, (targets, None), temperature, _Settings(support, shard, head))
     return logprobs, entropy
 
 
@@ -195,7 +305,7 @@ def linear_top_logprobs(
     *,
     support: PackedSupport | None = None,
     shard: VocabShard | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    head: HeadSettings | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `linear_logprobs`, and from the same logits the log-probabilities of further tokens, without gradient.
 
@@ -206,27 +316,34 @@ def linear_top_logprobs(
         temperature: [r].
         support: as there.
         shard: as there.
-        chunk_elements: as there.
+        head: as there.
 
     Returns:
         Log-probabilities [r] and entropies [r] with gradient, log-probabilities of the further tokens [r, k].
     """
-    return _apply(hidden, weight, targets, temperature, _Settings(support, shard, chunk_elements))
+    return _apply(hidden, weight, targets, temperature, _Settings(support, shard, head))
 
 
 @dataclass(frozen=True)
 class _Settings:
     support: PackedSupport | None
     shard: VocabShard | None
-    chunk_elements: int
+    head: HeadSettings | None
 
 
 def _apply(
     hidden: Tensor, weight: Tensor, targets: tuple[Tensor, Tensor | None], temperature: Tensor, settings: _Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    chunk = max(1, settings.chunk_elements // weight.shape[0])
-    shard = settings.shard or VocabShard()
-    job = _Job(targets[0], temperature.float().reciprocal(), settings.support, shard, chunk, targets[1])
+    head = settings.head or HeadSettings()
+    job = _Job(
+        targets=targets[0],
+        inverse_temperature=temperature.to(_sum_dtype(hidden)).reciprocal(),
+        support=settings.support,
+        shard=settings.shard or VocabShard(),
+        tile=head.tile(hidden.shape[0], weight.shape[0], hidden.device),
+        in_float32=head.in_float32,
+        ids=targets[1],
+    )
     return _LinearLogprob.apply(hidden, weight, job)  # pyright: ignore[reportReturnType] apply is untyped
 
 

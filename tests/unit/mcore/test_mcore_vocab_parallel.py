@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moerl.mcore.vocab_parallel import VocabShard, linear_logprobs
+from moerl.mcore.vocab_parallel import HeadSettings, VocabShard, linear_logprobs
 from moerl.types import PackedSupport
 
 
@@ -36,7 +36,7 @@ def grads(values, hidden, weight):
 @pytest.mark.parametrize("chunk_elements", [1, 29 * 5, 1 << 20])
 def test_values_and_gradients_equal_plain_torch(chunk_elements):
     hidden, weight, targets, temperature = inputs()
-    got = linear_logprobs(hidden, weight, targets, temperature, chunk_elements=chunk_elements)
+    got = linear_logprobs(hidden, weight, targets, temperature, head=HeadSettings(tile_elements=chunk_elements))
     expected = plain(hidden, weight, targets, temperature)
     for ours, theirs in zip(got, expected, strict=True):
         assert (ours - theirs).abs().max() < 2e-6
@@ -53,7 +53,9 @@ def test_support_restricts_the_distribution():
     counts = torch.where(torch.arange(37) % 4 == 0, 0, allowed.sum(1))
     ids = torch.cat([torch.nonzero(allowed[i])[:, 0] for i in range(37) if i % 4])
     support = PackedSupport(ids, torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
-    got = linear_logprobs(hidden, weight, targets, temperature, support=support, chunk_elements=29 * 4)
+    got = linear_logprobs(
+        hidden, weight, targets, temperature, support=support, head=HeadSettings(tile_elements=29 * 4)
+    )
     expected = plain(hidden, weight, targets, temperature, allowed)
     for ours, theirs in zip(got, expected, strict=True):
         assert (ours - theirs).abs().max() < 2e-6
