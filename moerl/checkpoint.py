@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from moerl.errors import DISK_ERRORS, CheckpointError
+from moerl.world import Alone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from moerl.protocols import Policy
+    from moerl.protocols import Policy, Team
 
 logger = logging.getLogger(__name__)
 
@@ -65,43 +66,57 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run folder."""
 
-    def __init__(self, folder: Path, *, keep: int, model_id: str) -> None:
+    def __init__(self, folder: Path, *, keep: int, model_id: str, team: Team | None = None) -> None:
         """`model_id` identifies the architecture; a checkpoint of another one is refused.
 
         Args:
-            folder: `<run>/checkpoints`; made on the first save.
+            folder: `<run>/checkpoints`; made on the first save. Every rank of `team` must see it.
             keep: newest complete checkpoints to keep, at least 1.
             model_id: digest of the model's configuration.
+            team: ranks that save together; None is one process.
         """
         self.folder = folder
         self._keep = max(1, keep)
         self._model_id = model_id
+        self._team: Team = team or Alone()
 
     def save(self, step: int, policy: Policy, loop_state: Mapping[str, Any]) -> Path:
         """Write the checkpoint of `step`, then drop those beyond `keep` and those of later steps.
 
-        Later steps are there only where the run went back behind a damaged checkpoint: they are no part of its path.
+        Every rank writes its part of the learner into the folder that the leader made; the leader does the rest, and
+        all return once the checkpoint has its name. Later steps are there only where the run went back behind a damaged
+        checkpoint: they are no part of its path.
 
         Raises:
             CheckpointError: it could not be written (a full disk, say); earlier checkpoints are untouched.
         """
         final = self.folder / f"step_{step:06d}"
         partial = self.folder / f"{_HIDDEN}{final.name}"
+        is_leader = self._team.is_leader
         with _disk_errors(final):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.sweep()
             try:
-                (partial / LEARNER).mkdir(parents=True)
+                if is_leader:
+                    self.sweep()
+                    (partial / LEARNER).mkdir(parents=True)
+                self._team.meet()
                 policy.save(partial / LEARNER)
-                (partial / LOOP_STATE).write_text(json.dumps(loop_state, allow_nan=False))
-                self._write_manifest(partial, step)
-                _remove(final)
-                partial.rename(final)
-                _sync(self.folder)
+                self._team.meet()
+                if is_leader:
+                    self._complete(partial, final, step, loop_state)
             finally:
-                shutil.rmtree(partial, ignore_errors=True)  # there only where something failed
-            self._prune(step)
+                if is_leader:
+                    shutil.rmtree(partial, ignore_errors=True)  # there only where something failed
+            if is_leader:
+                self._prune(step)
+            self._team.meet()
         return final
+
+    def _complete(self, partial: Path, final: Path, step: int, loop_state: Mapping[str, Any]) -> None:
+        (partial / LOOP_STATE).write_text(json.dumps(loop_state, allow_nan=False))
+        self._write_manifest(partial, step)
+        _remove(final)
+        partial.rename(final)
+        _sync(self.folder)
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending; complete ones only, since the name comes last."""
@@ -110,8 +125,8 @@ class CheckpointStore:
         named = ((_NAME.fullmatch(path.name), path) for path in self.folder.iterdir())
         return sorted(int(name[1]) for name, path in named if name and (path / MANIFEST).is_file())
 
-    def open(self, step: int) -> Checkpoint:
-        """The checkpoint of `step`, every file checked against the manifest.
+    def open(self, step: int, *, is_checked: bool = False) -> Checkpoint:
+        """The checkpoint of `step`, every file checked against the manifest, unless another rank did that.
 
         Raises:
             CheckpointError: missing, damaged, or of another model.
@@ -120,7 +135,7 @@ class CheckpointStore:
         if step not in self.steps():
             raise CheckpointError(f"{folder} is no complete checkpoint; there are steps {self.steps()}")
         manifest = _read_manifest(folder / MANIFEST, step)
-        for name, entry in manifest["files"].items():
+        for name, entry in ({} if is_checked else manifest["files"]).items():
             _check_file(folder / name, entry)
         if manifest["model_id"] != self._model_id:
             raise _OtherModelError(

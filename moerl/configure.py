@@ -7,7 +7,6 @@ whose dataclasses live beside their code.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from moerl.config.load import as_dict, load_config
 from moerl.config.rules import check
 from moerl.config.schema import DatasetConfig, RunConfig
 from moerl.errors import ConfigError
+from moerl.world import launched_world
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: everything that is wrong with it, together.
     """
     cfg = load_config(path, overrides, presets=PresetValues())
-    check(cfg, world_size=int(os.environ.get("WORLD_SIZE", "1")), extra_rules=[_algorithm_rules])
+    check(cfg, world_size=launched_world().size, extra_rules=[_algorithm_rules])
     check_plugins(cfg)
     for warning in composition_warnings(as_dict(cfg)["algorithm"]):
         logger.warning(warning)

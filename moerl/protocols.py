@@ -71,6 +71,53 @@ class Scorer(Protocol):
         ...
 
 
+class Team(Protocol):
+    """The processes of a run. Rank 0 leads: it alone has engines, verifiers, data and the run folder.
+
+    Every rank calls the same methods in the same order. Ranks wait for the leader, however long it samples or
+    evaluates, for as long as it lives.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        ...
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is rank 0."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """Say, for whoever asks why nothing moves, that this rank is at `step`."""
+        ...
+
+    def phase(self, name: str) -> None:
+        """And in which part of it."""
+        ...
+
+    def meet(self) -> None:
+        """Wait until every rank is here."""
+        ...
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is True on any rank."""
+        ...
+
+    def spread(self, data: bytes | None) -> bytes:
+        """The leader's `data`, on every rank; what others give is not read."""
+        ...
+
+    def deliver(self, parts: Sequence[bytes] | None) -> bytes:
+        """Of the leader's parts, one for each data-parallel rank, that of this rank."""
+        ...
+
+
 class Stateful(Protocol):
     """Has a memory that a checkpoint must hold."""
 

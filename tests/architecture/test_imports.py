@@ -41,7 +41,7 @@ BROAD_EXCEPT = {
 
 BROAD = {"Exception", "BaseException"}
 ENVIRONMENT = {
-    "moerl/configure.py": "WORLD_SIZE, which the launcher sets",
+    "moerl/world.py": "RANK, WORLD_SIZE and their like, which the launcher sets",
     "moerl/mcore/": "what torch and megatron read at import",
     "moerl/rewards/": "the bare environment of sandboxed workers",
 }

@@ -1,0 +1,79 @@
+"""The processes of a run, as the launcher started them, and the team that one process alone is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moerl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among those that torchrun started; one process without it."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Among those of this node."""
+    local_size: int = 1
+
+    @property
+    def is_alone(self) -> bool:
+        """One process."""
+        return self.size == 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes with equally many processes."""
+        return self.size // self.local_size
+
+
+def launched_world(environment: Mapping[str, str] = os.environ) -> World:
+    """What torchrun says in the environment of a process.
+
+    Raises:
+        ConfigError: a part of it is missing or no number.
+    """
+    if "WORLD_SIZE" not in environment:
+        return World()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    wrong = [f"{name}={environment.get(name)!r}" for name in names if not environment.get(name, "").isdigit()]
+    if wrong:
+        raise ConfigError(
+            f"the environment has {', '.join(wrong)}, but WORLD_SIZE is set as if a launcher had started this process; "
+            "start several processes with torchrun, and one with WORLD_SIZE unset"
+        )
+    return World(*(int(environment[name]) for name in names))
+
+
+class Alone:
+    """Keeps `Team` where there is one process: it has everything already."""
+
+    rank = 0
+    size = 1
+    is_leader = True
+
+    def begin(self, step: int) -> None:
+        """Nobody asks."""
+
+    def phase(self, name: str) -> None:
+        """Nobody asks."""
+
+    def meet(self) -> None:
+        """At once."""
+
+    def any(self, flag: bool) -> bool:
+        """`flag`."""
+        return flag
+
+    def spread(self, data: bytes | None) -> bytes:
+        """`data`."""
+        assert data is not None
+        return data
+
+    def deliver(self, parts: Sequence[bytes] | None) -> bytes:
+        """The only part."""
+        assert parts is not None
+        return parts[0]
