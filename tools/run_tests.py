@@ -44,6 +44,7 @@ NOT_FOR_COVERAGE = (
     "*invariants*",
     "*outside*",
     "*slopes*",
+    "*central_differences*",
     "*peer_differences*",
     "*reported_faults*",
 )

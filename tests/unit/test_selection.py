@@ -44,7 +44,7 @@ def test_pass_at_k_stays_exact_where_binomials_are_huge():
 VOTES = st.lists(st.sampled_from(["7", "8", "9", "10", None]), min_size=1, max_size=8)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(VOTES, st.sets(st.sampled_from(["7", "8", "10"])), st.data())
 def test_maj_at_k_is_the_mean_over_every_draw(votes, gold, data):
     k = data.draw(st.integers(1, len(votes)))
@@ -94,7 +94,7 @@ def test_a_majority_of_many_is_exact_and_quick():
 SCORED = st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), st.booleans()), min_size=1, max_size=8)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(SCORED, st.data())
 def test_best_of_k_is_the_mean_over_every_draw(answers, data):
     k = data.draw(st.integers(1, len(answers)))

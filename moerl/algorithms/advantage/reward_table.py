@@ -83,7 +83,7 @@ class RewardTable:
             result = centred / (self._scale(values, centred) + settings.eps)
         if settings.center.startswith("group") or settings.scale == "group_std":
             result = torch.where(self.flat_groups(values)[self.groups], 0, result)
-        elif settings.center == "batch_mean" and self._is_flat_batch(values):
+        elif settings.center == "batch_mean" and self.is_flat_batch(values):
             result = torch.zeros_like(result)
         if settings.singleton == "raw":
             result = torch.where(self.counts[self.groups] == 1, values, result)
@@ -97,6 +97,11 @@ class RewardTable:
         """0-dim: standard deviation over scored rows."""
         squares = torch.where(self.scored, (values - self.batch_mean(values)).square(), 0).sum()
         return (squares / (self.scored.sum() - self.settings.std_ddof).clamp(min=1)).sqrt()
+
+    def is_flat_batch(self, values: Tensor) -> bool:
+        """The scored `values` [n] are all equal, or there are none."""
+        seen = values[self.scored]
+        return not len(seen) or bool(seen.max() - seen.min() <= ZERO_VARIANCE)
 
     def _centred(self, values: Tensor) -> Tensor:
         center = self.settings.center
@@ -119,10 +124,6 @@ class RewardTable:
         mean = (self._group_sum(values) / counts.clamp(min=1))[self.groups]
         squares = self._group_sum(torch.where(self.scored, (values - mean).square(), 0))
         return (squares / (counts - self.settings.std_ddof).clamp(min=1)).sqrt()[self.groups]
-
-    def _is_flat_batch(self, values: Tensor) -> bool:
-        seen = values[self.scored]
-        return not len(seen) or bool(seen.max() - seen.min() <= ZERO_VARIANCE)
 
     def _group_sum(self, values: Tensor) -> Tensor:
         return torch.zeros(self.num_groups, dtype=torch.float64).index_add(0, self.groups, values)

@@ -37,7 +37,7 @@ LISTS = tuple(f.name for f in fields(Seq) if f.name not in ("group", "rewards"))
 class Draw:
     """One source of random numbers, rounded as `dtype` rounds."""
 
-    def __init__(self, seed: int, kind: str, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int | str, kind: str, dtype: torch.dtype) -> None:
         self.rng = random.Random(seed)
         self.kind = kind
         self.dtype = dtype
@@ -63,7 +63,7 @@ class Draw:
         return self.rounded(base), self.rounded(min(base + step, -1e-3))
 
 
-def make_batch(seed: int, kind: str, dtype: torch.dtype = torch.float64, *, garbage: bool = True) -> Batch:
+def make_batch(seed: int | str, kind: str, dtype: torch.dtype = torch.float64, *, garbage: bool = True) -> Batch:
     """Five to seven ragged answers in up to four groups, one of them without a live token where it falls so."""
     draw = Draw(seed, kind, dtype)
     return [_sequence(draw, garbage=garbage) for _ in range(draw.rng.randint(5, 7))]

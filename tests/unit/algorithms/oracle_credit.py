@@ -92,6 +92,8 @@ def decoupled(weights: Column, *, batch_norm: bool = True) -> Rule:
         if not batch_norm:
             return total
         seen = [a for a, ok in zip(total, scored, strict=True) if ok]
+        if not seen or max(seen) - min(seen) <= 1e-9:
+            return [0.0] * len(total)
         return [
             (a - average(seen)) / (spread(seen, 0) + EPS) if ok else 0.0 for a, ok in zip(total, scored, strict=True)
         ]

@@ -106,7 +106,7 @@ def looped(rewards: list[float], values: list[float], mask: list[bool], owner: l
     return result
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     data=st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2), st.booleans(), st.booleans()), min_size=1, max_size=40),
     lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]),

@@ -11,10 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_batches import SPREADS, make_batch, tensors
-from oracle_credit import CREDITS
-from oracle_methods import CASES, METHODS, loss
-from oracle_numbers import margin
-from oracle_product import PRESETS, WEIGHT_TERMS, case, evaluate, loss_inputs, part, preset
+from oracle_methods import METHODS
+from oracle_product import PRESETS, WEIGHT_TERMS, evaluate, loss_inputs, part, preset
 
 from moerl.metrics import merge_into, to_floats
 from moerl.types import TokenWeights
@@ -40,12 +38,12 @@ def cut_at_random(x, seed, *, whole_groups):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@settings(max_examples=2, deadline=None)
-@given(seed=SEEDS, kind=KINDS, dtype=st.sampled_from((torch.float64, torch.float64, torch.float32)))
+@settings(max_examples=2)
+@given(seed=SEEDS, kind=KINDS, dtype=st.sampled_from((torch.float64, torch.float32, torch.bfloat16)))
 def test_any_cut_into_ranks_and_micro_batches_is_the_whole(name, seed, kind, dtype):
     """A runtime that averages gradients over W ranks multiplies each rank's loss by W; metrics merge to the same."""
     method = preset(name)
-    x = loss_inputs(method, make_batch(seed, kind, dtype), dtype)
+    x = loss_inputs(method, make_batch(f"{name} {seed}", kind, dtype), dtype)
     whole_loss, whole_gradient, whole_metrics = evaluate(method, x)
     ranks = cut_at_random(x, seed, whole_groups=name in PAIRS)
     total, gradient, merged = 0.0, torch.zeros_like(whole_gradient), {}
@@ -60,19 +58,20 @@ def test_any_cut_into_ranks_and_micro_batches_is_the_whole(name, seed, kind, dty
     size = float(method.objective.token_losses(x)[0].abs().sum())
     exact = dtype == torch.float64
     assert total == pytest.approx(float(whole_loss), abs=(1e-12 if exact else 1e-6) * size + 1e-15)
-    torch.testing.assert_close(gradient, whole_gradient, rtol=1e-10 if exact else 2e-6, atol=1e-14 if exact else 1e-12)
+    rtol = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(gradient, whole_gradient, rtol=rtol, atol=1e-14 if exact else 1e-12)
     # In float32 a mean of log-ratios up to 20 that cancel keeps three digits after the point.
     close = {"rel": 1e-9, "abs": 1e-12} if exact else {"rel": 1e-3, "abs": 2e-3}
     assert to_floats(merged) == pytest.approx(to_floats(whole_metrics), **close)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@settings(max_examples=2, deadline=None)
-@given(seed=SEEDS)
-def test_whatever_is_under_the_mask_of_any_input_changes_nothing(name, seed):
+@settings(max_examples=2)
+@given(seed=SEEDS, dtype=st.sampled_from((torch.float64, torch.float32, torch.bfloat16)))
+def test_whatever_is_under_the_mask_of_any_input_changes_nothing(name, seed, dtype):
     """Each input in turn, each kind of garbage: loss, gradient and metrics to the last bit."""
     method = preset(name)
-    x = loss_inputs(method, make_batch(seed, "wild", garbage=False))
+    x = loss_inputs(method, make_batch(f"{name} {seed}", "wild", dtype, garbage=False), dtype)
     kept_loss, kept_gradient, kept_metrics = evaluate(method, x)
     fields = ("logprobs", "rollout_logprobs", "advantages", "weights", *(n for n in x.optional if n != "group_ids"))
     rng = random.Random(seed)
@@ -98,11 +97,11 @@ def _spoilt(x, field, garbage):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(seed=SEEDS)
 def test_labels_of_groups_and_order_of_answers_do_not_matter(name, seed):
     """From the rewards on, so that credit and denominators are part of it; answers without a token are among them."""
-    batch = make_batch(seed, "wild")
+    batch = make_batch(f"{name} {seed}", "wild")
     rng = random.Random(seed)
     order = list(range(len(batch)))
     if name not in PAIRS:  # of answers that tie, the first is taken
@@ -117,11 +116,11 @@ def test_labels_of_groups_and_order_of_answers_do_not_matter(name, seed):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(seed=SEEDS)
 def test_bfloat16_is_widened_before_anything_is_computed(name, seed):
     """The same numbers in float32 give the same loss, and the same gradient rounded."""
-    batch = make_batch(seed, "wild", torch.bfloat16)
+    batch = make_batch(f"{name} {seed}", "wild", torch.bfloat16)
     narrow = preset(name)(**tensors(batch, torch.bfloat16, skip=("advantages",)))
     wide = preset(name)(**tensors(batch, torch.float32, skip=("advantages",)))
     assert narrow.loss.dtype == torch.float32
@@ -130,51 +129,18 @@ def test_bfloat16_is_widened_before_anything_is_computed(name, seed):
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in OWN_GRADIENT])
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(seed=SEEDS)
 def test_where_all_policies_agree_the_gradient_is_the_policy_gradient(name, seed):
     batch = [
         dataclasses.replace(s, now=list(s.old), roll=s.old, gamma=[1.0] * len(s.mask), top_roll=s.top_now)
-        for s in make_batch(seed, "wild", garbage=False)
+        for s in make_batch(f"{name} {seed}", "wild", garbage=False)
     ]
     method = preset(name)
     x = loss_inputs(method, batch)
     _, gradient, _ = evaluate(method, x)
     wanted = torch.where(x.mask, -x.weights.policy * x.advantages, 0.0)
     torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-15)
-
-
-SMOOTH = [
-    name
-    for name in (*PRESETS, *CASES)
-    if case(name).section.form == "ratio"
-    and case(name).section.level not in ("seq_geo_token", "prefix_prod")
-    and not case(name).section.kl.straight_through
-]
-"""Losses that are what their gradient is of: nothing of the current policy is held still."""
-
-
-@pytest.mark.parametrize("name", [name for name in SMOOTH if name not in PAIRS])
-@settings(max_examples=2, deadline=None)
-@given(seed=SEEDS)
-def test_central_differences_of_the_loss_itself(name, seed):
-    """Away from kinks, one random direction at a time."""
-    method = case(name)
-    batch = make_batch(seed, "wild", garbage=False)
-    credit = CREDITS.get(name, CREDITS["grpo"])
-    batch = [dataclasses.replace(s, advantage=row) for s, row in zip(batch, credit(batch), strict=True)]
-    margin()
-    loss(METHODS[name] if name in METHODS else CASES[name][1], batch)
-    if margin() < 1e-4:
-        return
-    x = loss_inputs(method, batch)
-    _, gradient, _ = evaluate(method, x)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(2):
-        direction = torch.randn(len(x.logprobs), dtype=torch.float64, generator=generator)
-        ends = [method.objective(dataclasses.replace(x, logprobs=x.logprobs + h * direction))[0] for h in (1e-6, -1e-6)]
-        slope = float(ends[0] - ends[1]) / 2e-6
-        assert slope == pytest.approx(float((gradient * direction)[x.mask].sum()), rel=1e-6, abs=1e-7)
 
 
 @pytest.mark.parametrize("name", PRESETS)

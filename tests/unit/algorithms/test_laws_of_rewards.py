@@ -44,32 +44,32 @@ def same(found, wanted, tolerance):
 
 
 @pytest.mark.parametrize("name", SCALE_FREE)
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(seed=SEEDS)
 def test_a_positive_affine_map_of_the_reward_changes_nothing(name, seed):
     """But for eps beside a standard deviation, which is small against both."""
-    batch = make_batch(seed, "calm")
+    batch = make_batch(f"{name} {seed}", "calm")
     wanted = advantages(name, one_reward(batch, lambda r: 1000 * r))
     same(advantages(name, one_reward(batch, lambda r: 4000 * r + 5)), wanted, 1e-5)
 
 
 @pytest.mark.parametrize("name", SHIFT_FREE)
-@settings(max_examples=1, deadline=None)
+@settings(max_examples=1)
 @given(seed=SEEDS)
 def test_a_constant_added_to_every_reward_changes_nothing(name, seed):
-    batch = make_batch(seed, "calm")
+    batch = make_batch(f"{name} {seed}", "calm")
     same(advantages(name, one_reward(batch, lambda r: r + 7)), advantages(name, one_reward(batch, float)), 1e-9)
 
 
 @pytest.mark.parametrize("name", RANKS)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(seed=SEEDS)
 def test_an_increasing_map_of_the_reward_does_not_change_ranks(name, seed):
-    batch = make_batch(seed, "calm")
+    batch = make_batch(f"{name} {seed}", "calm")
     assert advantages(name, one_reward(batch, math.exp)) == advantages(name, one_reward(batch, lambda r: r**3 + r))
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(seed=SEEDS)
 def test_gdpo_does_not_see_an_affine_map_of_each_component(seed):
     batch = make_batch(seed, "calm")
@@ -110,11 +110,11 @@ def first_tokens(batch):
 
 
 @pytest.mark.parametrize("name", LENGTH_ONE)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(seed=SEEDS)
 def test_of_an_answer_of_one_token_the_sequence_is_the_token(name, seed):
     """Ratios of whole answers, in value and gradient, are then the token's: as the token level with the same clip."""
-    batch = first_tokens(make_batch(seed, "wild"))
+    batch = first_tokens(make_batch(f"{name} {seed}", "wild"))
     section = preset(name).section
     if section.level == "geo_clip":
         section = dataclasses.replace(
@@ -141,7 +141,7 @@ def test_gae_of_one_token_is_the_reward_less_the_value(name):
     assert found.tolist() == pytest.approx([s.reward - s.values[0] for s in batch])
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=SEEDS)
 def test_lopti_trains_every_token_once_and_keeps_the_shares_of_all(seed):
     """At one and the same policy its two updates add up to the joint loss; the rare tokens come first."""

@@ -49,7 +49,8 @@ def test_every_part_of_the_objective_has_an_oracle(axis):
     assert not missing, f"{axis} with neither a formula in oracle_terms nor a test_<name>.py here: {missing}"
 
 
-def compare(name, batch, dtype):
+def compare(name, batch, dtype, *, cancels=False):
+    """`cancels`: log-ratios of thousands that cancel in a mean leave float32 three digits."""
     method = method_of(name)
     margin()
     wanted_loss = float(loss(method, batch).real)
@@ -63,33 +64,33 @@ def compare(name, batch, dtype):
     largest = float(wanted.abs().max())
     rtol, floor = (1e-9, 1e-12) if dtype == torch.float64 else (1e-3, 2e-5)
     assert float(found.loss.detach()) == pytest.approx(
-        wanted_loss, abs=(1e-10 if rtol < 1e-6 else 2e-5) * (size + 1e-3)
+        wanted_loss, abs=(1e-10 if rtol < 1e-6 else 1e-3 if cancels else 2e-5) * (size + 1e-3)
     )
     torch.testing.assert_close(found.gradient.double(), wanted, rtol=rtol, atol=floor * (largest + 1e-3))
 
 
 @pytest.mark.parametrize("name", [*FLOAT_PRESETS, *CASES])
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(sorted(SPREADS)))
 def test_loss_and_gradient(name, seed, kind):
-    batch = make_batch(seed, kind)
+    batch = make_batch(f"{name} {seed}", kind)
     if not method_of(name).constant:
         batch = per_token_advantages(batch, seed)
     compare(name, batch, torch.float64)
 
 
 @pytest.mark.parametrize("name", [*FLOAT_PRESETS, *CASES])
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(sorted(SPREADS)))
 def test_loss_and_gradient_in_float32(name, seed, kind):
-    compare(name, make_batch(seed, kind, torch.float32), torch.float32)
+    compare(name, make_batch(f"{name} {seed}", kind, torch.float32), torch.float32, cancels=kind == "extreme")
 
 
 @pytest.mark.parametrize("name", [name for name in (*FLOAT_PRESETS, *CASES) if "normalized" not in name])
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(seed=st.integers(0, 2**32))
 def test_tokens_with_infinite_or_missing_logprobs_drop_out(name, seed):
-    compare(name, with_faults(make_batch(seed, "wild"), seed), torch.float64)
+    compare(name, with_faults(make_batch(f"{name} {seed}", "wild"), seed), torch.float64)
 
 
 def test_the_oracle_knows_where_it_is_not_smooth():

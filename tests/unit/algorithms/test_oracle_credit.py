@@ -142,10 +142,10 @@ def test_every_part_of_the_credit_has_an_oracle():
 
 
 @pytest.mark.parametrize("name", [*CREDITS, *CASES])
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(seed=st.integers(0, 2**32))
 def test_advantages(name, seed):
-    batch = make_batch(seed, "wild")
+    batch = make_batch(f"{name} {seed}", "wild")
     credit = credit_of(name)
     if not (credit.whiten or credit.per_token or credit.rule is None):
         batch = unscored(batch, seed)
@@ -154,7 +154,7 @@ def test_advantages(name, seed):
     torch.testing.assert_close(found.advantages[mask], flat(credit(batch))[mask], rtol=1e-9, atol=1e-11)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**32))
 def test_every_center_and_scale(seed):
     batch = unscored(make_batch(seed, "calm"), seed)
@@ -174,11 +174,11 @@ def test_every_center_and_scale(seed):
 
 
 @pytest.mark.parametrize("name", CREDITS)
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(seed=st.integers(0, 2**32))
 def test_from_rewards_to_the_gradient(name, seed):
     """The whole of a method, advantages included."""
-    batch = make_batch(seed, "wild")
+    batch = make_batch(f"{name} {seed}", "wild")
     credited = [dataclasses.replace(s, advantage=row) for s, row in zip(batch, CREDITS[name](batch), strict=True)]
     found = product(name)(**tensors(batch, torch.float64, skip=("advantages",)))
     wanted = flat(gradient(METHODS[name], credited))
@@ -186,7 +186,7 @@ def test_from_rewards_to_the_gradient(name, seed):
     torch.testing.assert_close(found.gradient, wanted, rtol=1e-8, atol=1e-11)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 2**32), norm=st.booleans())
 def test_pairs_by_length(seed, norm):
     batch = make_batch(seed, "wild")
@@ -197,7 +197,7 @@ def test_pairs_by_length(seed, norm):
     torch.testing.assert_close(found.gradient, flat(wanted), rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
 def test_statistics_of_prompts_over_visits_of_any_size(seed):
     """DCPO, five steps; a visit without a scored answer is none."""
@@ -223,10 +223,10 @@ def test_statistics_of_prompts_over_visits_of_any_size(seed):
 
 
 @pytest.mark.parametrize("name", [name for name in (*CREDITS, *CASES) if credit_of(name).rule is None])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 2**32))
 def test_targets_of_the_critic(name, seed):
-    batch = make_batch(seed, "calm")
+    batch = make_batch(f"{name} {seed}", "calm")
     method = product(name)
     micro, _ = BatchCredit(method.section, method.objective)(
         TokenBatch.from_tensors(tensors(batch, torch.float64, skip=("advantages",)))
@@ -237,7 +237,7 @@ def test_targets_of_the_critic(name, seed):
         assert {t: float(found[t]) for t in wanted} == pytest.approx(wanted, rel=1e-9, abs=1e-11)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 2**32))
 def test_lambda_of_vapo_grows_with_the_answer(seed):
     """Answers of some twenty to seventy live tokens, for which it is above 0."""
@@ -249,7 +249,7 @@ def test_lambda_of_vapo_grows_with_the_answer(seed):
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
 def test_loss_of_the_critic(clip, seed):
     """0.5 max((V - R)^2, (V_old + clip(V - V_old) - R)^2), in value and slope."""
@@ -287,14 +287,14 @@ BASES = {
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("name", REMOVED)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 2**32))
 def test_what_is_removed_is_as_if_it_had_never_been_there(name, base, seed):
     """The batch is cut by hand: rejected tokens lose their mask, an answer without any left loses its reward."""
     node, correct = REMOVED[name]
     axes, credit, share = BASES[base]
     rng = random.Random(seed)
-    batch = make_batch(seed, "wild")
+    batch = make_batch(f"{name} {seed}", "wild")
     batch = [dataclasses.replace(s, roll=[math.nan if rng.random() < 0.1 else x for x in s.roll]) for s in batch]
     method = of_axes({**axes, "correction": {**node, "rejected": "remove"}})
     found = method(**tensors(batch, torch.float64, skip=("advantages",)))

@@ -319,7 +319,7 @@ def test_a_missing_file_names_its_neighbour(tmp_path):
     lr=st.floats(allow_nan=False),
     stop=st.lists(st.sampled_from(["${x}", "a: b", "yes", "1e3", "\n", "#", "\\", "null", "~", ""])),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_the_resolved_file_reads_back_equal(tmp_path_factory, name, lr, stop):
     values = {
         "run": {"name": name.replace("$", ""), "num_steps": 1},

@@ -38,7 +38,7 @@ def steps(draw):
     return lengths, groups, live, options
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(steps())
 def test_laws(step):
     lengths, groups, live, options = step
@@ -66,7 +66,7 @@ def test_laws(step):
             assert sum(lengths[s] for s in micro) <= options["max_tokens_per_microbatch"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 4), st.integers(100, 200))
 def test_any_sizes_give_a_lawful_plan_or_say_that_none_exists(lengths, dp_size, budget):
     options = {"dp_size": dp_size, "max_tokens_per_microbatch": budget}
@@ -79,7 +79,7 @@ def test_any_sizes_give_a_lawful_plan_or_say_that_none_exists(lengths, dp_size, 
     assert made is None or sorted(made.minibatch_samples(0)) == list(range(len(lengths)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 60), min_size=8, max_size=60), st.integers(1, 4))
 def test_load_is_balanced(lengths, dp_size):
     """Longest-first: the heaviest rank without its shortest sample is no heavier than the lightest."""

@@ -128,7 +128,7 @@ def test_shares_hold_at_every_moment():
     assert dict(counts) == {"a": 100, "b": 200, "c": 50}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=3),
     before=st.lists(st.integers(0, 15), max_size=4),

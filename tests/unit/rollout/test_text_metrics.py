@@ -59,7 +59,7 @@ def test_answers_without_an_ngram_count_for_no_mean():
     assert "rollout/distinct_2" not in metrics(group(answer([1])))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=4), st.sets(st.integers(1, 5)))
 def test_ngrams_are_those_that_a_set_of_tuples_has(runs, sizes):
     found = distinct_ngrams([np.array(run, dtype=np.int32) for run in runs], sizes)
@@ -132,7 +132,7 @@ def test_words_of_other_scripts_and_signs_need_no_border():
     assert count_words("anything", ()) == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1))
 def test_neither_order_nor_masked_tokens_matter(seed):
     random = np.random.default_rng(seed)

@@ -40,6 +40,8 @@ def decoupled(table: RewardTable, cfg: DecoupledConfig) -> Tensor:
         total = total + weight * table.standardize(component)
     if not cfg.batch_norm:
         return total
+    if table.is_flat_batch(total):  # components that cancel leave rounding, which eps alone would divide
+        return torch.zeros_like(total)
     # Rows of groups where nothing differs are exact zeros and stay so, whatever rounding the batch mean has.
     normalised = (total - table.batch_mean(total)) / (table.batch_std(total) + table.settings.eps)
     return torch.where(total == 0, 0, normalised) if _is_centred(table) else normalised
