@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import moerl
 from moerl.algorithms.advantage import group_advantages
 from moerl.algorithms.types import CreditInputs
 from moerl.config.schema import AdvantageSection
