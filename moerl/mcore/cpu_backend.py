@@ -5,8 +5,8 @@
 1. torch.cuda: the current device is the CPU, streams and events are inert, the RNG state is the CPU's;
 2. the device name "cuda" in tensor factories, `Tensor.to` and `Tensor.cuda` means the CPU;
 3. `Tensor.type()` spells CPU types the way megatron's optimizers compare them;
-4. four functions of megatron-core 0.19.2 that only GPUs satisfy (split sizes for gloo; two loaders of the distributed
-   optimizer that assume FusedAdam).
+4. functions of megatron-core 0.19.2 that only GPUs satisfy (split sizes for gloo; a gather and a reduce-scatter of
+   unequal shares, which gloo lacks; two loaders of the distributed optimizer that assume FusedAdam).
 
 Every name that is replaced must exist, so a new version fails loudly instead of running half patched.
 """
@@ -283,6 +283,39 @@ def _patch_megatron() -> None:
     _replace(optimizer, "sharded_state_dict", sharded_state_dict_when_empty)
 
 
+def _patch_uneven_collectives() -> None:
+    """Expert tensor parallelism gathers and scatters unequal shares; gloo knows equal ones only."""
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    for name in ("_gather_along_first_dim", "_reduce_scatter_along_first_dim"):
+        if not hasattr(mappings, name):
+            raise ConfigError(f"cpu_backend: mappings.{name} does not exist; megatron-core must be {MEGATRON_VERSION}")
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    dist = torch.distributed
+
+    def gather_uneven(
+        input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        mine = input_.new_zeros((max(output_split_sizes), *input_.shape[1:]))
+        mine[: len(input_)] = input_
+        parts = [torch.empty_like(mine) for _ in output_split_sizes]
+        dist.all_gather(parts, mine, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def reduce_scatter_uneven(
+        input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].contiguous()
+
+    _replace(mappings, "_gather_along_first_dim", gather_uneven)
+    _replace(mappings, "_reduce_scatter_along_first_dim", reduce_scatter_uneven)
+
+
 def check_megatron() -> None:
     """Say what is wrong with the installation before megatron dies of it.
 
@@ -336,6 +369,7 @@ def install() -> None:
     _patch_torch_cuda()
     _patch_tensors()
     _patch_megatron()
+    _patch_uneven_collectives()
     _installed = True
 
 

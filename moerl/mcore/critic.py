@@ -32,6 +32,7 @@ from moerl.mcore.model import (
 )
 from moerl.mcore.optim import Optimizer, minibatch_of, wrap_chunks
 from moerl.mcore.parallel import ParallelState, initialize_parallel
+from moerl.mcore.rows import Predictions
 from moerl.mcore.step import MicroResult, StepRunner, TokenScores, own_routes
 from moerl.mcore.value_head import linear_values
 from moerl.mcore.weights import WeightMap
@@ -55,17 +56,16 @@ class ValueModel(PackedGPTModel):
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
 
-    def score_hidden(self, *, hidden_states: Tensor, context: MicroBatch, **_: Any) -> Tensor:
-        """`hidden_states` [t, 1, h]. The head is whole on every tensor rank, and so is its gradient."""
+    def score_hidden(self, *, hidden_states: Tensor, context: Predictions, **_: Any) -> Tensor:
+        """`hidden_states` [m, 1, h]. The head is whole on every tensor rank, and so is its gradient."""
         hidden = hidden_states
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        values = linear_values(hidden[:-1, 0], self.value_head.weight, self.value_head.bias)
-        shifted = F.pad(values, (1, 0)).masked_fill(context.position_ids == 0, 0.0)
-        rows = 1 if context.rollout_top_ids is None else 1 + context.rollout_top_ids.shape[1]
-        return torch.stack([shifted, *([torch.zeros_like(shifted)] * rows)])
+        values = linear_values(hidden[:, 0], self.value_head.weight, self.value_head.bias)[:, None]
+        further = 1 if context.top_ids is None else 1 + context.top_ids.shape[1]
+        return F.pad(self.scores_of_tokens(values, context), (0, 0, 0, further))
 
 
 class MegatronCritic:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -24,52 +25,99 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from moerl.mcore.router_replay import ReplayRouter
-from moerl.types import MicroBatch
+from moerl.mcore.rows import RowPlan
 
 
 @dataclasses.dataclass
 class PackedLayout(PackedSeqParams):
     """Megatron's packed-sequence parameters, and the index maps of this room's attention."""
 
-    position_ids: Tensor | None = None
-    """[t] int64."""
+    angles: Tensor | None = None
+    """[all_rows] int64: the position that each row of megatron's table of angles speaks of."""
     spread: Tensor | None = None
-    """[n * smax] int64: the packed row of each padded place (0 where there is none); None: no padding is needed."""
+    """[n * qmax] int64: the row of each padded place of the queries (0 where there is none); None: no padding."""
     collect: Tensor | None = None
-    """[t] int64: the padded place of each packed row."""
+    """[m] int64: the padded place of each row."""
+    spread_keys: Tensor | None = None
+    """[n * smax] int64: the same of keys and values, in context order; None: as `spread`."""
+    visible: Tensor | None = None
+    """[n, 1, qmax, smax] bool: which keys a query sees; None: plainly causal."""
     num_seqs: int = 0
 
 
-def packed_layout(batch: MicroBatch, *, use_te: bool) -> PackedLayout:
+def packed_layout(rows: RowPlan, *, use_te: bool) -> PackedLayout:
     """The layout of one micro-batch; made once per forward and shared by every layer."""
-    lengths = batch.cu_seqlens.diff().long()
-    count, longest = batch.num_seqs, int(lengths.max())
-    spread = collect = None
-    if count * longest != batch.num_tokens:
-        place = torch.arange(longest, device=lengths.device)
-        starts = batch.cu_seqlens[:-1].long()
-        spread = torch.where(place < lengths[:, None], starts[:, None] + place, 0).flatten()
-        collect = batch.seq_ids * longest + batch.position_ids
-    # Megatron's rotation cuts the pack where these bounds say; `PackedRotaryEmbedding` gives every row its own angle,
-    # so one cut is enough (TransformerEngine's fused rotation has no such angles and needs the true bounds).
-    whole: Any = None if use_te else batch.cu_seqlens.new_tensor([0, batch.num_tokens])
-    return PackedLayout(
+    bounds = rows.cu_seqlens.long()
+    longest = int(bounds.diff().max())
+    # Rows that lengthen a sequence are its last: no token sees them. So they count as part of it, and the bounds of
+    # the padded sequences are the only ones (with others, TransformerEngine would give up flash attention).
+    padded: Any = rows.cu_seqlens if rows.cut.context_size > 1 else None
+    layout = PackedLayout(
         qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
-        cu_seqlens_q_padded=whole,
-        cu_seqlens_kv_padded=whole,
+        cu_seqlens_q=rows.cu_seqlens,
+        cu_seqlens_kv=rows.cu_seqlens,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        position_ids=batch.position_ids,
+        num_seqs=len(bounds) - 1,
+    )
+    return layout if use_te else _with_maps(layout, rows, bounds)
+
+
+def _with_maps(layout: PackedLayout, rows: RowPlan, bounds: Tensor) -> PackedLayout:
+    cut = rows.cut
+    # Megatron's rotation cuts the pack where these bounds say; `PackedRotaryEmbedding` gives every row its own angle,
+    # so one cut is enough (TransformerEngine's fused rotation has no such angles and needs the true bounds).
+    whole = rows.cu_seqlens.new_tensor([0, rows.num_rows])
+    own = bounds // cut.context_size
+    longest = layout.max_seqlen_q // cut.context_size
+    spread = collect = spread_keys = visible = None
+    if layout.num_seqs * longest != len(rows.token):
+        spread = _padded_places(own, longest)
+        collect = rows.sequence * longest + torch.arange(len(rows.token), device=own.device) - own[rows.sequence]
+    if cut.context_size > 1:
+        spread_keys = rows.row_of_place[_padded_places(bounds, layout.max_seqlen_q)]
+        asking = rows.position if spread is None else rows.position[spread]
+        keys = torch.arange(layout.max_seqlen_q, device=own.device)
+        visible = keys <= asking.view(layout.num_seqs, 1, longest, 1)
+    return dataclasses.replace(
+        layout,
+        cu_seqlens_q_padded=whole,
+        cu_seqlens_kv_padded=whole,
+        angles=_angles(rows),
         spread=spread,
         collect=collect,
-        num_seqs=count,
+        spread_keys=spread_keys,
+        visible=visible,
     )
 
 
+def _padded_places(bounds: Tensor, longest: int) -> Tensor:
+    """[n * longest]: the row at each place of right-padded sequences, 0 where there is none."""
+    place = torch.arange(longest, device=bounds.device)
+    starts, lengths = bounds[:-1, None], bounds.diff()[:, None]
+    return torch.where(place < lengths, starts + place, 0).flatten()
+
+
+def _angles(rows: RowPlan) -> Tensor:
+    """Positions such that megatron's rotation, which takes the whole pack as one sequence and this rank's two chunks of
+    it, finds those of this rank's rows there.
+    """
+    size, rank = rows.cut.context_size, rows.cut.context_rank
+    if size == 1:
+        return rows.position
+    first, second = rows.position.chunk(2)
+    angles = rows.position.new_zeros(2 * size, len(first))
+    angles[rank], angles[2 * size - 1 - rank] = first, second
+    return angles.flatten()
+
+
 class PackedAttention(MegatronModule):
-    """Causal self-attention over packed sequences, by torch's scaled_dot_product_attention."""
+    """Causal self-attention over packed sequences, by torch's scaled_dot_product_attention.
+
+    Under context parallelism each rank asks with its own rows and gathers everyone's keys and values.
+    """
 
     def __init__(
         self,
@@ -78,6 +126,7 @@ class PackedAttention(MegatronModule):
         attn_mask_type: Any = None,
         attention_type: str | None = None,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **_: Any,
     ) -> None:
         """The arguments of megatron's core attentions; what is not named here does not apply to this one."""
@@ -86,6 +135,7 @@ class PackedAttention(MegatronModule):
         assert head_dim is not None
         self.layer_number = layer_number
         self.scale = softmax_scale or 1.0 / math.sqrt(head_dim)
+        self._context = pg_collection.cp
 
     def forward(
         self,
@@ -97,14 +147,20 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedLayout,
         **_: Any,
     ) -> Tensor:
-        """[t, heads, d] each (fewer heads in key and value under grouped queries) -> [t, heads * d]."""
+        """[m, heads, d] each (fewer heads in key and value under grouped queries) -> [m, heads * d]."""
         layout = packed_seq_params
-        query, key, value = (self._spread(x, layout) for x in (query, key, value))
+        if layout.spread_keys is not None:
+            both = torch.cat([key, value], 1)
+            key, value = gather_from_sequence_parallel_region(both, group=self._context).chunk(2, 1)
+        query = self._spread(query, layout.spread, layout.num_seqs)
+        places = layout.spread if layout.spread_keys is None else layout.spread_keys
+        key, value = (self._spread(x, places, layout.num_seqs) for x in (key, value))
         out = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            is_causal=True,
+            attn_mask=layout.visible,
+            is_causal=layout.visible is None,
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
             dropout_p=self.config.attention_dropout if self.training else 0.0,
@@ -113,11 +169,11 @@ class PackedAttention(MegatronModule):
         return out if layout.collect is None else out.index_select(0, layout.collect)
 
     @staticmethod
-    def _spread(packed: Tensor, layout: PackedLayout) -> Tensor:
-        """[t, heads, d] -> [n, heads, smax, d]."""
-        if layout.spread is not None:
-            packed = packed.index_select(0, layout.spread)
-        return packed.unflatten(0, (layout.num_seqs, -1)).transpose(1, 2)
+    def _spread(packed: Tensor, places: Tensor | None, num_seqs: int) -> Tensor:
+        """[rows, heads, d] -> [n, heads, longest, d]."""
+        if places is not None:
+            packed = packed.index_select(0, places)
+        return packed.unflatten(0, (num_seqs, -1)).transpose(1, 2)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """No parameters, nothing to save."""
@@ -142,26 +198,26 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Angles by packed row, so that one rotation serves all sequences.
+    """Angles by row, so that one rotation serves all sequences.
 
     Megatron's THD rotation takes angles of the pack's total length as exact positions; given angles by position it
     would rotate sequence after sequence, each with its own copy, which costs more than the rest of attention on small
     models.
     """
 
-    position_ids: Tensor | None = None
+    angles: Tensor | None = None
 
     def get_rotary_seq_len(self, *args: Any, packed_seq_params: PackedLayout | None = None, **kwargs: Any) -> int:
-        """As in core; remembers the pack's positions for the `forward` that follows."""
+        """As in core; remembers the positions for the `forward` that follows."""
         layout = packed_seq_params or next(a for a in args if isinstance(a, PackedLayout))
-        self.position_ids = layout.position_ids
+        self.angles = layout.angles
         return int(layout.max_seqlen_q)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """[t, 1, 1, d] angles."""
+        """[all_rows, 1, 1, d] angles."""
         assert packed_seq
-        assert self.position_ids is not None
-        return self.get_emb(max_seq_len, offset).index_select(0, self.position_ids)
+        assert self.angles is not None
+        return self.get_emb(max_seq_len, offset).index_select(0, self.angles)
 
 
 def block_spec(config: TransformerConfig, *, use_te: bool, vp_stage: int | None = None) -> Any:

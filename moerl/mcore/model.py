@@ -20,7 +20,8 @@ from moerl.errors import CheckpointError, ConfigError
 from moerl.mcore.local_spec import PackedRotaryEmbedding, block_spec, packed_layout
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import RouteController
-from moerl.mcore.vocab_parallel import HeadSettings, VocabShard, linear_logprobs, linear_top_logprobs, shift_support
+from moerl.mcore.rows import Predictions, RowPlan, predictions
+from moerl.mcore.vocab_parallel import HeadSettings, VocabShard, linear_logprobs, linear_top_logprobs
 from moerl.models.family import GPT_ARGUMENTS, ModelFamily, family_of
 from moerl.models.hf_folder import read_config
 from moerl.models.rules import padded_vocab_size
@@ -124,6 +125,7 @@ def transformer_config(
         expert_model_parallel_size=parallel.ep.size,
         expert_tensor_parallel_size=parallel.etp.size,
         context_parallel_size=parallel.cp.size,
+        cp_comm_type="p2p" if parallel.cp.size > 1 else None,  # read by TransformerEngine's attention only
         sequence_parallel=parallel.is_sequence_parallel,
         variable_seq_lengths=parallel.pp.size > 1,
         overlap_p2p_comm=parallel.virtual_pipeline is not None,
@@ -181,27 +183,43 @@ class PackedGPTModel(GPTModel):
     head: HeadSettings = HeadSettings()
 
     def score_hidden(
-        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: MicroBatch, **_: Any
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        context: Predictions,
+        **_: Any,
     ) -> Tensor:
-        """Megatron's hook for what comes after the last layer; `hidden_states` [t, 1, h] (a slice of rows under SP)."""
+        """Megatron's hook for what comes after the last layer; `hidden_states` [m, 1, h] (a slice of rows under SP)."""
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
         weight = output_layer.weight if output_weight is None else output_weight
-        batch = context
-        support = None if batch.support is None else shift_support(batch.support)
-        options: dict[str, Any] = {"support": support, "shard": self._vocab_shard(weight.shape[0]), "head": self.head}
-        rows, tokens, temperature = hidden[:-1, 0], batch.token_ids[1:], batch.temperature[1:]
-        if batch.rollout_top_ids is None:
-            scores = torch.stack(linear_logprobs(rows, weight, tokens, temperature, **options))
+        rows, targets, temperature = hidden[:, 0], context.targets, context.temperature
+        shard = self._vocab_shard(weight.shape[0])
+        options: dict[str, Any] = {"support": context.support, "shard": shard, "head": self.head}
+        if context.top_ids is None:
+            own = linear_logprobs(rows, weight, targets, temperature, **options)
+            scores = torch.stack(own, 1)
         else:
-            targets = (tokens, batch.rollout_top_ids[1:])
-            *own, top = linear_top_logprobs(rows, weight, targets, temperature, **options)
-            scores = torch.cat([torch.stack(own), top.t()])
-        shifted = F.pad(scores, (1, 0))
-        return shifted.masked_fill(batch.position_ids == 0, 0.0)
+            both = (targets, context.top_ids)
+            *own, top = linear_top_logprobs(rows, weight, both, temperature, **options)
+            scores = torch.cat([torch.stack(own, 1), top], 1)
+        return self.scores_of_tokens(scores, context)
+
+    def scores_of_tokens(self, scores: Tensor, context: Predictions) -> Tensor:
+        """[m, c] of this rank's rows -> [c, t] of the tokens that the rows of all context ranks predict.
+
+        Every context rank computes the same loss from it, so each takes its own part of the gradient, once.
+        """
+        if context.rows.cut.context_size > 1:
+            scores = tensor_parallel.gather_from_sequence_parallel_region(
+                scores, tensor_parallel_output_grad=False, group=self.pg_collection.cp
+            )
+        return context.rows.by_predicted(scores, context.position_ids).t()
 
     def _vocab_shard(self, rows: int) -> VocabShard:
         group = self.pg_collection.tp
@@ -266,19 +284,19 @@ def _build_chunk(
     return Float16Module(config, model) if config.bf16 else model
 
 
-def score_tokens(module: torch.nn.Module, batch: MicroBatch) -> Tensor:
+def score_tokens(module: torch.nn.Module, batch: MicroBatch, rows: RowPlan) -> Tensor:
     """Forward of one micro-batch: [2 + k, t] float32 on the last stage (row 0: logprobs, row 1: entropy, then those of
     the engine's likeliest tokens), else hidden states.
 
     Entry j speaks of token j given the tokens before it; it is 0 at the first token of every sequence.
     """
     return module(
-        batch.token_ids[None],
-        batch.position_ids[None],
+        rows.carry(batch.token_ids)[None],
+        rows.position[None],
         None,
-        packed_seq_params=packed_layout(batch, use_te=uses_transformer_engine()),
+        packed_seq_params=packed_layout(rows, use_te=uses_transformer_engine()),
         output_processor=unwrap(module).score_hidden,
-        output_processor_context=batch,
+        output_processor_context=predictions(batch, rows),
     )
 
 

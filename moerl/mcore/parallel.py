@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 from moerl.config.schema import ParallelSection
 from moerl.errors import ConfigError
+from moerl.mcore.rows import RowCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +67,23 @@ class ParallelState:
         """Megatron's interleaved schedule takes whole rounds of micro-batches, one for each stage."""
         return self.pp.size if self.virtual_pipeline else 1
 
-    def router_rows(self, num_tokens: int) -> slice:
-        """The rows of a pack that this rank's routers see: all, or its slice under sequence parallelism."""
+    @property
+    def row_cut(self) -> RowCut:
+        """How the rows of a pack are cut for this rank."""
+        return RowCut(self.cp.rank, self.cp.size, self.tp.size if self.is_sequence_parallel else 1)
+
+    def router_rows(self, num_rows: int) -> slice:
+        """Which of this context rank's rows its routers see: all, or this rank's slice under sequence parallelism."""
         if not self.is_sequence_parallel:
-            return slice(0, num_tokens)
-        share = num_tokens // self.tp.size
+            return slice(0, num_rows)
+        share = num_rows // self.tp.size
         return slice(self.tp.rank * share, (self.tp.rank + 1) * share)
 
     def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Inverse of `router_rows`: the slices [t / tp, ...] of all ranks of the tensor axis -> [t, ...]."""
-        if not self.is_sequence_parallel:
-            return rows
-        parts = [torch.empty_like(rows) for _ in range(self.tp.size)]
-        dist.all_gather(parts, rows.contiguous(), group=self.tp.group)
-        return torch.cat(parts)
+        """What every rank's routers saw -> [all_rows, ...] in context order, without gradient."""
+        if self.is_sequence_parallel:
+            rows = _gather(rows, self.tp)
+        return _gather(rows, self.cp)
 
     def all_true(self, flag: torch.Tensor) -> bool:
         """Whether `flag` [] bool holds on every rank; every rank gets the same answer."""
@@ -174,10 +178,14 @@ def _check_sizes(section: ParallelSection, world: int) -> None:
     for names, product in (("tensor x pipeline x context", dense), ("expert_tensor x expert x pipeline", expert)):
         if world % product:
             raise ConfigError(f"parallel: {names} = {product} does not divide the {world} processes of this run")
-    if section.context > 1:
-        raise ConfigError(
-            f"parallel.context is {section.context}; context parallelism needs the context_parallel module, set 1"
-        )
+
+
+def _gather(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
+    if axis.size == 1:
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(axis.size)]
+    dist.all_gather(parts, rows.contiguous(), group=axis.group)
+    return torch.cat(parts)
 
 
 def _axis(group: Any) -> Axis:

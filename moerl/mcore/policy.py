@@ -262,8 +262,8 @@ class MegatronPolicy:
         for micro, result in zip(minibatch, results, strict=True):
             if result.loss is not None:
                 merge_into(metrics, result.metrics)
-                share = 1.0 / (len(minibatch) * self.parallel.dp_cp.size)
-                merge_into(metrics, {"loss": Mean(result.loss, share)})
+                share = 1.0 / (len(minibatch) * self.parallel.dp.size)
+                merge_into(metrics, {"loss": Mean(result.loss, share), "data/padding_fraction": result.padding})
                 merge_into(metrics, {"pg/entropy": masked_mean(result.entropy, micro.mask)})
         if gammas:
             metrics.update(moe_stats.shift_metrics(gammas, minibatch, self._gamma_min))

@@ -31,13 +31,13 @@ MAX_NUMBERS = 16384
 def merge_over_ranks(metrics: Metrics, parallel: ParallelState) -> Metrics:
     """Merge the metrics of all data-parallel ranks.
 
-    Ranks of one tensor, pipeline or expert group saw the same tokens, so one of them speaks for its data rank: the
-    first tensor rank of the last stage, where the objective is. Names may differ between ranks (a micro-batch without
-    a live token reports less).
+    Ranks of one tensor, context or pipeline group report on the same tokens, so one of them speaks for its data rank:
+    the first tensor and context rank of the last stage, where the objective is. Names may differ between ranks (a
+    micro-batch without a live token reports less).
     """
     if parallel.world_size == 1:
         return metrics
-    speaks = parallel.is_last_stage and parallel.tp.rank == 0
+    speaks = parallel.is_last_stage and parallel.tp.rank == parallel.cp.rank == 0
     mine = json.dumps(_encode(metrics)).encode() if speaks else b""
     merged: Metrics = {}
     for text in gather_bytes(mine):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moerl.errors import DataError
 from moerl.mcore.parallel import ParallelState
+from moerl.mcore.rows import RowPlan
 
 
 class RouterTap(RouterReplay):
@@ -32,6 +33,8 @@ class RouterTap(RouterReplay):
         """[rows, k] int64 experts to use; None: the router's own choice."""
         self.has_target: Tensor | None = None
         """[rows] bool; None: every row has one."""
+        self.filler: Tensor | None = None
+        """[rows] bool: rows without a token, which no balancing loss or bias may count; None: the pack has none."""
         self.is_observing = False
         self.own: Tensor | None = None
         """[rows, k] int64: the router's own choice of the last observed forward."""
@@ -74,7 +77,11 @@ class ReplayRouter(TopKRouter):
         """Choose experts for `logits` [s, b, e]."""
         if self.router_replay.is_observing:
             self.router_replay.logits = logits.detach().flatten(0, -2)
-        return super().routing(logits, padding_mask=padding_mask)
+        return super().routing(logits, padding_mask=self.router_replay.filler)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        # Core combines a mask over rows [rows] with a map over rows and experts [rows, e] as they are.
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
 
 @dataclass(frozen=True)
@@ -122,25 +129,32 @@ class RouteController:
         """Positions, among all MoE layers, of the ones that this model holds."""
         return tuple(self._index[number] for number in sorted(self._routers))
 
-    def begin(self, routes: Tensor | None, has_route: Tensor | None, *, observe: bool) -> Callable[[], None]:
+    def begin(
+        self, rows: RowPlan, routes: Tensor | None, has_route: Tensor | None, *, observe: bool
+    ) -> Callable[[], None]:
         """Before a micro-batch's forward: what to replay ([t, l, k] over all MoE layers; None: own choice).
 
         Returns:
             A function for that micro-batch's backward pass: it replays the same routes in recomputation, observing
             nothing.
         """
+        own = self._parallel.router_rows(len(rows.token))
+        filler = rows.is_filler[own] if rows.has_filler else None
         targets: dict[int, Tensor | None] = dict.fromkeys(self._routers)
         present = None
-        if routes is not None:
-            rows = self._parallel.router_rows(routes.shape[0])
+        if routes is not None and self._routers:
             self._check(routes)
-            targets = {number: routes[rows, self._index[number]] for number in self._routers}
-            present = None if has_route is None or bool(has_route.all()) else has_route[rows]
+            num_experts = next(iter(self._routers.values())).config.num_moe_experts
+            assert num_experts is not None
+            carried, has = rows.replayed(routes, has_route, num_experts)
+            targets = {number: carried[own, self._index[number]] for number in self._routers}
+            present = None if has is None or bool(has.all()) else has[own]
 
         def arm(observing: bool) -> None:
             for number, router in self._routers.items():
                 tap = router.router_replay
                 tap.target, tap.has_target, tap.is_observing = targets[number], present, observing
+                tap.filler = filler
 
         arm(observe)
         return lambda: arm(False)
@@ -158,16 +172,17 @@ class RouteController:
                     "the rollout engine runs another model"
                 )
 
-    def observed(self, num_tokens: int) -> Observation | None:
-        """What the last observed forward saw, its first `num_tokens` rows (all but those that fill up), stacked over
-        this model's MoE layers; None without any.
-        """
+    def observed(self, rows: RowPlan) -> Observation | None:
+        """What the last observed forward saw, by token, stacked over this model's MoE layers; None without any."""
         if not self._routers:
             return None
         routers = [self._routers[number] for number in sorted(self._routers)]
         taps = [router.router_replay for router in routers]
-        logits = self._parallel.gather_rows(torch.stack([_present(tap.logits) for tap in taps], 1).float())[:num_tokens]
-        own = self._parallel.gather_rows(torch.stack([_present(tap.own) for tap in taps], 1))[:num_tokens]
+        logits, own = (
+            rows.by_token(self._parallel.gather_rows(torch.stack([_present(one) for one in seen], 1)))
+            for seen in ([tap.logits for tap in taps], [tap.own for tap in taps])
+        )
+        logits = logits.float()
         if routers[0].score_function == "softmax":
             log_probs = torch.log_softmax(logits, -1)
             selection = log_probs.exp()
@@ -188,7 +203,7 @@ class RouteController:
         """Forget targets and observations (they are large); routers choose for themselves again."""
         for router in self._routers.values():
             tap = router.router_replay
-            tap.target = tap.has_target = tap.own = tap.logits = None
+            tap.target = tap.has_target = tap.filler = tap.own = tap.logits = None
             tap.is_observing = False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moerl.errors import DataError
 from moerl.mcore.model import score_tokens, unwrap
-from moerl.mcore.padding import Routes, filled_up, filled_up_routes, missing_rows
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import Observation, concat_layers
+from moerl.mcore.rows import Routes, plan_rows
 from moerl.mcore.stages import StageExchange
 from moerl.metrics import Metrics
 from moerl.types import MicroBatch
@@ -55,6 +55,8 @@ class MicroResult:
     metrics: Metrics
     top_logprobs: Tensor | None = None
     """[t, k] float32, where the batch has the engine's likeliest tokens."""
+    padding: Mean = field(default_factory=lambda: Mean(0.0, 0.0))
+    """Share of the forward's rows that carried no token."""
 
 
 class _Pass:
@@ -79,19 +81,18 @@ class _Pass:
         self.scores: list[Tensor | None] = [None] * len(micro_batches)
         self.losses: list[Tensor | None] = [None] * len(micro_batches)
         self.metrics: list[Metrics] = [{} for _ in micro_batches]
+        self.padding: list[Mean] = [Mean(0.0, 0.0)] * len(micro_batches)
 
     def forward_step(self, iterator: Iterator[int], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         index = next(iterator)
         batch = self.micro_batches[index]
         model = unwrap(module)
-        rows = missing_rows(batch.num_tokens, self.parallel)
-        routes, has_route = self.replay(batch)
-        if routes is not None:
-            routes, has_route = filled_up_routes(routes, has_route, rows, model.config.num_moe_experts or 1)
-        rearm = model.routes.begin(routes, has_route, observe=self.observe)
-        output = score_tokens(module, filled_up(batch, rows))
+        rows = plan_rows(batch.cu_seqlens, self.parallel.row_cut)
+        self.padding[index] = Mean(float(rows.num_rows - rows.num_tokens), float(rows.num_rows))
+        rearm = model.routes.begin(rows, *self.replay(batch), observe=self.observe)
+        output = score_tokens(module, batch, rows)
         if self.observe:
-            seen = model.routes.observed(batch.num_tokens)
+            seen = model.routes.observed(rows)
             if seen is not None:
                 self.observed[index][model.vp_stage or 0] = seen
         if output.requires_grad:
@@ -101,7 +102,6 @@ class _Pass:
 
     def _finish(self, index: int, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         batch = self.micro_batches[index]
-        output = output[:, : batch.num_tokens]  # without the rows that fill up
         logprobs, entropy, *_ = output.unbind(0)
         observed = concat_layers(self.observed[index])
         self.scores[index] = output.detach()
@@ -125,8 +125,15 @@ class _Pass:
         if self.observe:
             mine = concat_layers(self.observed[index])
             observed = exchange.observation(mine, tokens.shape[0], tokens.device)
-        top = _top(scores, batch)
-        return MicroResult(logprobs, entropy, observed, self.losses[index], self.metrics[index], top)
+        return MicroResult(
+            logprobs,
+            entropy,
+            observed,
+            self.losses[index],
+            self.metrics[index],
+            top_logprobs=_top(scores, batch),
+            padding=self.padding[index],
+        )
 
 
 def _top(scores: Tensor, batch: MicroBatch) -> Tensor | None:

@@ -345,8 +345,3 @@ def _apply(
         ids=targets[1],
     )
     return _LinearLogprob.apply(hidden, weight, job)  # pyright: ignore[reportReturnType] apply is untyped
-
-
-def shift_support(support: PackedSupport) -> PackedSupport:
-    """The support of tokens 1..t-1, i.e. by the row that predicts them: row j of hidden states predicts token j + 1."""
-    return PackedSupport(support.ids, support.offsets[1:])

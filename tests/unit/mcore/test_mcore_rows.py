@@ -1,0 +1,225 @@
+"""Laws of the cut of a pack into rows, for any lengths and sizes; megatron's rotation as the judge of the zigzag."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moerl.data.packing import plan_packing
+from moerl.mcore.local_spec import packed_layout
+from moerl.mcore.model import score_tokens, unwrap
+from moerl.mcore.rows import NONE, RowCut, plan_rows, predictions
+from moerl.types import PackedSupport
+
+rope_utils = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
+CONTEXT = st.sampled_from([1, 2, 3, 4])
+TENSOR = st.sampled_from([1, 2, 3, 4])
+
+
+def bounds(lengths):
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+
+
+def every_rank(lengths, context, tensor):
+    return [plan_rows(bounds(lengths), RowCut(rank, context, tensor)) for rank in range(context)]
+
+
+def megatrons_positions(rank, context, num_rows, angles):
+    """What megatron's rotation takes of `angles` for a sequence with `num_rows` rows on this rank."""
+    return rope_utils._get_thd_freqs_on_this_cp_rank(rank, context, torch.empty(num_rows), angles)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, CONTEXT, TENSOR)
+def test_every_token_is_on_one_rank_and_finds_its_way_back(lengths, context, tensor):
+    ranks = every_rank(lengths, context, tensor)
+    total = sum(lengths)
+    values = torch.rand(total, 3)
+    together = torch.cat([plan.carry(values) for plan in ranks])
+    assert torch.equal(ranks[0].by_token(together), values)
+    tokens = torch.cat([plan.token for plan in ranks])
+    assert torch.equal(tokens[tokens != NONE].sort().values, torch.arange(total))
+    sizes = {len(plan.token) for plan in ranks}
+    assert len(sizes) == 1
+    assert sizes.pop() % tensor == 0
+    assert len(tokens) == ranks[0].num_rows
+    assert ranks[0].num_rows - total < len(lengths) * ranks[0].cut.sequence_multiple + ranks[0].cut.pack_multiple
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, st.sampled_from([2, 3, 4]), TENSOR)
+def test_rank_r_has_chunks_r_and_its_mirror_of_every_sequence(lengths, context, tensor):
+    for rank, plan in enumerate(every_rank(lengths, context, tensor)):
+        expected = []
+        start = 0
+        for length in lengths:
+            padded = -(-length // (2 * context)) * 2 * context
+            tokens = np.where(np.arange(padded) < length, start + np.arange(padded), NONE)
+            chunks = np.split(tokens, 2 * context)
+            expected += [*chunks[rank], *chunks[2 * context - 1 - rank]]
+            start += length
+        assert plan.token[: len(expected)].tolist() == expected
+        assert bool((plan.token[len(expected) :] == NONE).all())
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, CONTEXT, TENSOR)
+def test_causal_attention_costs_every_rank_the_same(lengths, context, tensor):
+    costs = {int((plan.position + 1).sum()) for plan in every_rank(lengths, context, tensor)}
+    assert len(costs) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, CONTEXT, TENSOR)
+def test_megatron_rotates_every_row_by_its_position(lengths, context, tensor):
+    for rank, plan in enumerate(every_rank(lengths, context, tensor)):
+        layout = packed_layout(plan, use_te=False)
+        assert layout.cu_seqlens_q_padded.tolist() == [0, plan.num_rows]
+        assert layout.angles is not None
+        assert len(layout.angles) == plan.num_rows
+        found = megatrons_positions(rank, context, len(plan.token), layout.angles)
+        assert torch.equal(found, plan.position)
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, CONTEXT, TENSOR)
+def test_transformer_engine_is_given_bounds_that_every_chunk_divides(lengths, context, tensor):
+    for rank, plan in enumerate(every_rank(lengths, context, tensor)):
+        layout = packed_layout(plan, use_te=True)
+        sizes = layout.cu_seqlens_q.diff()
+        assert bool((sizes % plan.cut.sequence_multiple == 0).all())
+        assert int(layout.cu_seqlens_q[-1]) == plan.num_rows
+        if context > 1:
+            assert torch.equal(layout.cu_seqlens_q_padded, layout.cu_seqlens_q)
+            rotated = [
+                megatrons_positions(rank, context, size // context, torch.arange(size)) for size in sizes.tolist()
+            ]
+            assert torch.equal(torch.cat(rotated), plan.position)
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, CONTEXT, TENSOR)
+def test_rows_without_a_token_take_the_experts_in_turn(lengths, context, tensor):
+    experts, topk, layers = 5, 2, 3
+    total = sum(lengths)
+    routes = torch.randint(0, experts, (total, layers, topk))
+    has_route = torch.rand(total) < 0.5
+    ranks = every_rank(lengths, context, tensor)
+    parts = [plan.replayed(routes, has_route, experts) for plan in ranks]
+    together = torch.cat([carried for carried, _ in parts])
+    assert torch.equal(ranks[0].by_token(together), routes)
+    assert torch.equal(ranks[0].by_token(torch.cat([present for _, present in parts])), has_route)
+    filler = torch.cat([plan.is_filler for plan in ranks])
+    assert bool(torch.cat([present for _, present in parts])[filler].all())
+    counts = torch.bincount(together[filler][:, 1].flatten(), minlength=experts)
+    assert int(counts.max() - counts.min()) <= 1
+
+
+@pytest.mark.parametrize(("context", "tensor"), [(1, 1), (1, 4), (2, 1), (2, 2), (3, 2), (4, 1)])
+def test_what_a_row_predicts_is_the_token_after_its_own(kit, context, tensor):
+    """Labels are looked up in the whole pack: at the border of a chunk the next token is on another rank."""
+    lengths = [7, 1, 12, 5, 2]
+    micro = kit.make_micro(lengths)
+    counts = torch.arange(micro.num_tokens) % 3
+    ids = torch.arange(int(counts.sum()))
+    object.__setattr__(micro, "support", PackedSupport(ids, torch.cat([torch.zeros(1).long(), counts.cumsum(0)])))
+    object.__setattr__(micro, "temperature", 1 + torch.rand(micro.num_tokens))
+    object.__setattr__(micro, "rollout_top_ids", torch.arange(2 * micro.num_tokens).view(-1, 2))
+    ranks = every_rank(lengths, context, tensor)
+    made = [predictions(micro, plan) for plan in ranks]
+    plan, follows = ranks[0], (micro.position_ids > 0)[:, None]
+
+    def returned(parts):
+        return plan.by_predicted(torch.cat(parts).float(), micro.position_ids)
+
+    assert torch.equal(returned([one.targets[:, None] for one in made]), (micro.token_ids[:, None] * follows).float())
+    assert torch.equal(returned([one.temperature[:, None] for one in made]), micro.temperature[:, None] * follows)
+    assert torch.equal(returned([one.top_ids for one in made]), (micro.rollout_top_ids * follows).float())
+    sums = []
+    for one in made:
+        rows = torch.repeat_interleave(torch.arange(len(one.targets)), one.support.offsets.diff())
+        sums.append(torch.zeros(len(one.targets)).index_add(0, rows, one.support.ids.float())[:, None])
+    owners = torch.repeat_interleave(torch.arange(micro.num_tokens), counts)
+    expected = torch.zeros(micro.num_tokens).index_add(0, owners, ids.float())[:, None] * follows
+    assert torch.equal(returned(sums), expected)
+
+
+@pytest.fixture(scope="module")
+def policy(kit, tiny_folder):
+    return kit.make_policy(tiny_folder)
+
+
+def test_rows_that_fill_up_change_no_score_and_no_gradient(kit, policy):
+    micro = kit.make_micro([6, 13, 8])
+    chunk = policy._runner._chunks[0]
+
+    def scores(cut):
+        plan = plan_rows(micro.cu_seqlens, cut)
+        unwrap(chunk).routes.begin(plan, None, None, observe=False)
+        policy._optimizer.zero_grad()
+        found = score_tokens(chunk, micro, plan)
+        (found[0] * micro.weights.policy).sum().backward()
+        grads = {name: p.main_grad.clone() for name, p in chunk.named_parameters()}
+        return plan, found.detach(), grads
+
+    plain, padded = scores(RowCut()), scores(RowCut(tensor_size=8))
+    assert (plain[0].num_rows, padded[0].num_rows) == (27, 32)
+    assert (padded[1] - plain[1]).abs().max() < 2e-6
+    for name, grad in plain[2].items():
+        assert (padded[2][name] - grad).abs().max() <= 2e-6 * grad.abs().max() + 1e-9, name
+
+
+def spread(kind, count=256):
+    """Tokens of samples as the demo has them (prompt and answer), and as answers of a reasoning model."""
+    rng = np.random.default_rng(0)
+    if kind == "demo":
+        return (8 + rng.integers(0, 8, count) + np.clip(rng.gamma(2.5, 8, count), 4, 44)).astype(int).tolist()
+    return (200 + np.clip(rng.lognormal(6.6, 0.8, count), 16, 7000)).astype(int).tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "budget", "cut", "most"),
+    [
+        ("demo", 4096, RowCut(0, 1, 1), 0.0),
+        ("demo", 4096, RowCut(0, 1, 2), 0.002),
+        ("demo", 256, RowCut(0, 1, 2), 0.004),
+        ("demo", 4096, RowCut(0, 2, 1), 0.06),
+        ("demo", 4096, RowCut(0, 2, 2), 0.06),
+        ("long", 16384, RowCut(0, 1, 8), 0.001),
+        ("long", 16384, RowCut(0, 2, 2), 0.002),
+        ("long", 16384, RowCut(0, 4, 2), 0.004),
+        ("long", 16384, RowCut(0, 8, 8), 0.01),
+    ],
+)
+def test_share_of_rows_without_a_token(kind, budget, cut, most):
+    """Only the cut adds rows: none for data, expert and pipeline ranks, and few where sequences are cut in chunks."""
+    lengths = spread(kind)
+    groups = [i // 8 for i in range(len(lengths))]
+    plan = plan_packing(
+        lengths,
+        groups,
+        lengths,
+        dp_size=2,
+        num_minibatches=2,
+        num_epochs=1,
+        max_tokens_per_microbatch=budget,
+        seed=0,
+    )
+    rows = tokens = 0
+    for ranks in plan.assignment:
+        assert len({len(rank) for rank in ranks}) == 1
+        loads = [sum(lengths[s] for micro in rank for s in micro) for rank in ranks]
+        assert max(loads) <= 1.02 * min(loads)
+        for micro in (micro for rank in ranks for micro in rank):
+            made = plan_rows(bounds([lengths[s] for s in micro]), cut)
+            rows, tokens = rows + made.num_rows, tokens + made.num_tokens
+    assert tokens == sum(lengths)
+    fraction = 1 - tokens / rows
+    assert fraction <= most
