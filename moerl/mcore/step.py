@@ -18,7 +18,7 @@ from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import Observation, concat_layers
 from moerl.mcore.rows import Routes, plan_rows
 from moerl.mcore.stages import StageExchange
-from moerl.metrics import Metrics
+from moerl.metrics import Mean, Metrics
 from moerl.types import MicroBatch
 
 
