@@ -169,11 +169,13 @@ def test_a_bf16_learner_with_the_fp32_head_is_nearer_to_an_engine_that_multiplie
     """The local engine's decoder makes its logits in float32; one hidden state through both heads of the learner."""
     from moerl.mcore.model import build_chunks, read_source, transformer_config, unwrap
     from moerl.mcore.parallel import initialize_parallel
+    from moerl.mcore.rows import plan_rows, predictions
 
     section, precision = ModelSection(path=str(tiny_folder)), PrecisionSection(params="bf16", head="fp32")
     source, layout = read_source(section), initialize_parallel(ParallelSection(), 0)
     config = transformer_config(source, section=section, precision=precision, parallel=layout, is_bias_frozen=False)
     micro = kit.make_micro([40])
+    context = predictions(micro, plan_rows(micro.cu_seqlens, layout.row_cut))
     hidden = torch.randn(40, 1, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight = torch.randn(53, 40, generator=torch.Generator().manual_seed(2)).bfloat16()
     engine = torch.log_softmax(hidden[:-1, 0].float() @ weight.float().t(), -1)
@@ -181,7 +183,7 @@ def test_a_bf16_learner_with_the_fp32_head_is_nearer_to_an_engine_that_multiplie
     gaps = {}
     for head in ("params", "fp32"):
         model = unwrap(build_chunks(source, config, layout, head=head)[0])
-        scores = model.score_hidden(hidden_states=hidden, output_layer=None, output_weight=weight, context=micro)
+        scores = model.score_hidden(hidden_states=hidden, output_layer=None, output_weight=weight, context=context)
         gaps[head] = (scores[0, 1:] - engine).abs().max()
     assert gaps["fp32"] < 1e-5
     assert gaps["params"] > 1e-3
