@@ -118,7 +118,7 @@ class Completion:
     token_ids: np.ndarray
     """[s] int32, the stop token included where one was drawn."""
     logprobs: np.ndarray
-    """[s] float32, of the distribution that was sampled (temperature, top-p and top-k inside)."""
+    """[s] float32, of the distribution that was sampled (temperature, top-p and top-k inside); NaN where none was."""
     finish_reason: FinishReason
     policy_version: int
     routed_experts: ArrayRef | None = None

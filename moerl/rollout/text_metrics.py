@@ -96,8 +96,10 @@ def _of_group(group: RolloutGroup, ngrams: Sequence[int]) -> Iterator[tuple[str,
 
 def _of_answer(answer: Trajectory, words: Sequence[str]) -> Iterator[tuple[str, Mean]]:
     logprobs = answer.rollout_logprobs[answer.loss_mask].astype(np.float64)
-    yield "rollout/token_logprob", Mean(math.fsum(logprobs), len(logprobs))
-    yield "rollout/token_prob", Mean(math.fsum(np.exp(logprobs)), len(logprobs))
+    logprobs = logprobs[np.isfinite(logprobs)]  # what no policy sampled has none
+    if len(logprobs):
+        yield "rollout/token_logprob", Mean(math.fsum(logprobs), len(logprobs))
+        yield "rollout/token_prob", Mean(math.fsum(np.exp(logprobs)), len(logprobs))
     if words:
         count = count_words(answer.response_text, words)
         yield "rollout/reflection_words", Mean(float(count))

@@ -50,7 +50,7 @@ class DatasetEngine:
         tokens = np.asarray(whole, dtype=np.int32)[: params.max_new_tokens]
         return Completion(
             token_ids=tokens,
-            logprobs=np.zeros(len(tokens), dtype=np.float32),
+            logprobs=np.full(len(tokens), np.nan, dtype=np.float32),  # nobody sampled them
             finish_reason="stop" if len(tokens) == len(whole) else "length",
             policy_version=self.policy_version,
         )
