@@ -1,118 +1,236 @@
-"""Save and restore the learner bit for bit: weights, optimizer, schedule position, every RNG; no pickle.
+"""Save and restore the learner: weights, optimizer, schedule position, every RNG; sharded, and no pickle.
 
-Each rank writes its own part, `rank_00000.safetensors` and `rank_00000.json`, and reads it back under the same layout.
+Every rank writes its share of the boxes that `sharding` describes, see `moerl.shards`. Under the same layout it is
+restored bit for bit; under any other, weights and optimizer are the same whole tensors, cut otherwise, and the RNGs are
+seeded anew.
 """
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moerl.errors import CheckpointError, NumericsError
-from moerl.mcore.parallel import ParallelState, rng_tracker_states, set_rng_tracker_states
+from moerl.mcore.optim import Optimizer
+from moerl.mcore.optimizer_state import ParameterState, finish, num_updates, parameter_states, prepare
+from moerl.mcore.parallel import ParallelState
+from moerl.mcore.rng import rng_state, seed_from, set_rng_state
+from moerl.mcore.sharding import Placement, placements
 from moerl.models.rules import shorten
+from moerl.shards import Shard, ShardReader, write_rank
 
-FORMAT = 1
+logger = logging.getLogger(__name__)
+
+WEIGHTS, REFERENCE, OPTIMIZER = "weights", "reference", "optimizer"
+"""Names begin so."""
 
 
-def save_state(
+def begin_save(
     folder: Path,
     *,
     weights: Mapping[str, Tensor],
-    optimizer: Any,
+    optimizer: Optimizer,
     counters: Mapping[str, Any],
-    parallel: ParallelState,
     reference: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Write this rank's part into `folder`, which exists; `counters` is plain JSON, `reference` weights that moved.
+) -> Callable[[], None]:
+    """Copy this rank's share to the host; the returned work writes it into `folder`, which exists by then.
+
+    The work touches neither device nor process group, so another thread may do it while training goes on. `counters`
+    is plain JSON, `reference` weights that moved.
 
     Raises:
         NumericsError: a weight of any rank is not finite; nothing was written.
     """
+    parallel = optimizer.parallel
     moved = {f"reference {name}": tensor for name, tensor in (reference or {}).items()}
     _refuse_not_finite({**weights, **moved}, parallel)
-    tensors: dict[str, Tensor] = {}
-    state = {
-        "format": FORMAT,
+    places = placements(optimizer.chunks, parallel)
+    shards: list[Shard] = []
+    for prefix, values in ((WEIGHTS, weights), (REFERENCE, reference or {})):
+        for name, value in values.items():
+            place = places[id(weights[name])]
+            if place.is_writer:
+                shards += place.shards(prefix, value.detach())
+    for state in parameter_states(optimizer.inner):
+        place = places[id(state.parameter)]
+        if place.is_original if state.start is not None else place.is_writer:
+            shards += _optimizer_shards(state, place)
+    copies = _to_host(shards)
+    extra: dict[str, Tensor] = {}
+    described = {
+        "world_size": parallel.world_size,
+        "layout": layout_of(parallel),
         "counters": dict(counters),
-        "layout": _layout(parallel),
-        "weights": _encode(dict(weights), "model", tensors),
-        "optimizer": _encode(optimizer.state_dict(), "optimizer", tensors),
-        "rng": _encode(_rng_state(), "rng", tensors),
+        "optimizer_updates": num_updates(optimizer.inner),
+        "rng": rng_state(extra),
     }
-    if reference is not None:
-        state["reference"] = _encode(dict(reference), "reference", tensors)
-    tensor_file, json_file = _files(folder, parallel.rank)
-    save_file({name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}, tensor_file)
-    json_file.write_text(json.dumps(state))
+    return lambda: write_rank(folder, parallel.rank, copies, described, extra)
 
 
 def load_state(
     folder: Path,
     *,
     weights: Mapping[str, Tensor],
-    optimizer: Any,
-    parallel: ParallelState,
+    optimizer: Optimizer,
     reference: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Restore this rank's part into `weights`, `optimizer` and `reference`; returns the counters.
+    """Restore `weights`, `optimizer`, `reference` and the RNGs from a checkpoint of any layout; returns the counters.
 
     Raises:
-        CheckpointError: a missing or damaged file, another layout, other weights; nothing was changed then.
+        CheckpointError: a missing or damaged file, or other weights; nothing was changed then.
     """
-    moved = () if reference is None else ("reference",)
-    state, saved = _read_parts(folder, ("weights", "optimizer", "rng", *moved), parallel)
-    _check_weights(folder, saved["weights"], weights)
-    if reference is not None:
-        _check_weights(folder, saved["reference"], reference)
-        _fill(reference, saved["reference"])
-    _fill(weights, saved["weights"])
-    optimizer.load_state_dict(saved["optimizer"])
-    _set_rng_state(saved["rng"])
-    return state["counters"]
+    parallel = optimizer.parallel
+    places = placements(optimizer.chunks, parallel)
+    with _reader(folder, parallel) as reader:
+        targets = _weight_targets(WEIGHTS, weights, weights, places)
+        targets += _weight_targets(REFERENCE, reference or {}, weights, places)
+        updates = max(rank["optimizer_updates"] for rank in reader.ranks)
+        with _together(folder, parallel):
+            _check_names(reader, weights, places, parallel)
+            reader.check([shard for _, _, shards in targets for shard in shards])
+            reader.check(list(_ghosts(optimizer.inner, places, _moments(reader) if updates else ())))
+        prepare(optimizer.inner, updates)
+        _fill(reader, targets)
+        _fill(reader, list(_optimizer_targets(optimizer.inner, places)))
+        finish(optimizer.inner)
+        _restore_rng(reader, parallel)
+        return reader.ranks[0]["counters"]
 
 
-def load_weights(folder: Path, *, weights: Mapping[str, Tensor], parallel: ParallelState) -> None:
+def load_weights(
+    folder: Path, *, weights: Mapping[str, Tensor], chunks: Sequence[torch.nn.Module], parallel: ParallelState
+) -> None:
     """Restore the weights alone, to start another run from them.
 
     Raises:
         CheckpointError: as `load_state`.
     """
-    _, saved = _read_parts(folder, ("weights",), parallel)
-    _check_weights(folder, saved["weights"], weights)
-    _fill(weights, saved["weights"])
+    places = placements(chunks, parallel)
+    with _reader(folder, parallel) as reader:
+        targets = _weight_targets(WEIGHTS, weights, weights, places)
+        with _together(folder, parallel):
+            _check_names(reader, weights, places, parallel)
+            reader.check([shard for _, _, shards in targets for shard in shards])
+        _fill(reader, targets)
 
 
-def _read_parts(folder: Path, parts: Sequence[str], parallel: ParallelState) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This rank's JSON, and the named parts of it with their tensors."""
-    tensor_file, json_file = _files(folder, parallel.rank)
-    state = _read_json(json_file)
-    if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{json_file}: format is {state.get('format')!r}, this version reads {FORMAT}; "
-            "use the version that wrote it"
-        )
-    if state["layout"] != _layout(parallel):
-        raise CheckpointError(
-            f"{folder} was written under the layout {state['layout']}, this run has {_layout(parallel)}; "
-            "start with the same parallel section, or from exported weights"
-        )
-    tensors = _read_tensors(tensor_file)
+def layout_of(parallel: ParallelState) -> dict[str, int]:
+    """Sizes of the axes by their short names, as a checkpoint tells them."""
+    axes = {
+        "dp": parallel.dp,
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "cp": parallel.cp,
+        "ep": parallel.ep,
+        "etp": parallel.etp,
+    }
+    return {**{name: axis.size for name, axis in axes.items()}, "virtual_pipeline": parallel.virtual_pipeline or 0}
+
+
+@contextmanager
+def _reader(folder: Path, parallel: ParallelState) -> Iterator[ShardReader]:
+    reader = None
+    with _together(folder, parallel):
+        reader = ShardReader(folder)
+    assert reader is not None
+    with reader:
+        yield reader
+
+
+@contextmanager
+def _together(folder: Path, parallel: ParallelState) -> Iterator[None]:
+    """What one rank cannot read, no rank goes on with."""
+    failure = None
     try:
-        return state, {part: _decode(state[part], tensors) for part in parts}
-    except KeyError as error:
-        raise CheckpointError(
-            f"{tensor_file} lacks {error}, which {json_file.name} lists; the checkpoint is damaged"
-        ) from error
+        yield
+    except CheckpointError as error:
+        failure = error
+    if not parallel.all_true(torch.tensor(failure is None, device=torch.cuda.current_device())):
+        raise failure or CheckpointError(f"{folder} cannot be used: another rank could not read it, see its message")
+
+
+_Target = tuple[Tensor, bool, list[Shard]]
+"""A local tensor, whether it has rows that fill up, and the views of it to fill."""
+
+
+def _weight_targets(
+    prefix: str, values: Mapping[str, Tensor], weights: Mapping[str, Tensor], places: Mapping[int, Placement]
+) -> list[_Target]:
+    found = []
+    for name, value in values.items():
+        place = places[id(weights[name])]
+        found.append((value.detach(), place.has_filling, place.shards(prefix, value.detach())))
+    return found
+
+
+def _optimizer_targets(inner: Any, places: Mapping[int, Placement]) -> Iterator[_Target]:
+    for state in parameter_states(inner):
+        place = places[id(state.parameter)]
+        for name, tensor in state.tensors.items():
+            yield tensor.detach(), place.has_filling, _state_shards(name, tensor.detach(), state.start, place)
+
+
+def _optimizer_shards(state: ParameterState, place: Placement) -> list[Shard]:
+    shards = []
+    for name, tensor in state.tensors.items():
+        shards += _state_shards(name, tensor.detach(), state.start, place)
+    return shards
+
+
+def _state_shards(name: str, tensor: Tensor, start: int | None, place: Placement) -> list[Shard]:
+    prefix = f"{OPTIMIZER}/{name}"
+    return place.shards(prefix, tensor) if start is None else place.flat_shards(prefix, tensor, start)
+
+
+def _ghosts(inner: Any, places: Mapping[int, Placement], moments: Sequence[str]) -> Iterator[Shard]:
+    """What the optimizer's state will be, without its memory."""
+    for state in parameter_states(inner):
+        ghost = torch.empty(state.main.shape, dtype=torch.float32, device="meta")
+        for name in {*moments, *state.tensors}:
+            yield from _state_shards(name, ghost, state.start, places[id(state.parameter)])
+
+
+def _moments(reader: ShardReader) -> list[str]:
+    """Names of the moments that the checkpoint has."""
+    return sorted({name.split("/")[1] for name in reader.entries if name.startswith(f"{OPTIMIZER}/")})
+
+
+def _fill(reader: ShardReader, targets: Sequence[_Target]) -> None:
+    for tensor, has_filling, shards in targets:
+        if has_filling:
+            tensor.zero_()
+        for shard in shards:
+            reader.fill(shard)
+
+
+def _check_names(
+    reader: ShardReader, weights: Mapping[str, Tensor], places: Mapping[int, Placement], parallel: ParallelState
+) -> None:
+    """Neither the model nor the checkpoint has weights that the other lacks."""
+    mine = {shard.name for name, tensor in weights.items() for shard in places[id(tensor)].shards("", tensor)}
+    names = {name.removeprefix("/") for name in parallel.union(mine)}
+    saved = {name.removeprefix(f"{WEIGHTS}/") for name in reader.entries if name.startswith(f"{WEIGHTS}/")}
+    if names != saved:
+        odd = shorten(sorted(names ^ saved))
+        raise CheckpointError(f"{reader.folder} belongs to another model: it differs in {odd}; check model.path")
+
+
+def _to_host(shards: Sequence[Shard]) -> list[Shard]:
+    """Copies on the host; all copies of a GPU's memory are under way before the first is waited for."""
+    copies = []
+    for shard in shards:
+        is_cuda = shard.data.is_cuda
+        copy = torch.empty(shard.data.shape, dtype=shard.data.dtype, device="cpu", pin_memory=is_cuda)
+        copies.append(Shard(shard.name, shard.shape, shard.offset, copy.copy_(shard.data, non_blocking=is_cuda)))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copies
 
 
 def _refuse_not_finite(weights: Mapping[str, Tensor], parallel: ParallelState) -> None:
@@ -126,111 +244,21 @@ def _refuse_not_finite(weights: Mapping[str, Tensor], parallel: ParallelState) -
         )
 
 
-@torch.no_grad()
-def _fill(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    for name, tensor in weights.items():
-        tensor.copy_(saved[name])
-
-
-def _files(folder: Path, rank: int) -> tuple[Path, Path]:
-    return folder / f"rank_{rank:05d}.safetensors", folder / f"rank_{rank:05d}.json"
-
-
-def _layout(parallel: ParallelState) -> dict[str, int]:
-    axes = {
-        "dp": parallel.dp,
-        "tp": parallel.tp,
-        "pp": parallel.pp,
-        "cp": parallel.cp,
-        "ep": parallel.ep,
-        "etp": parallel.etp,
-    }
-    return {**{name: axis.size for name, axis in axes.items()}, "virtual_pipeline": parallel.virtual_pipeline or 0}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist; the checkpoint has no part for this rank") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); use an earlier checkpoint") from error
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as handle:
-            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 not a mapping
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist; the checkpoint has no part for this rank") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); use an earlier checkpoint") from error
-
-
-def _check_weights(folder: Path, saved: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    if saved.keys() != weights.keys():
-        odd = sorted(saved.keys() ^ weights.keys())
-        raise CheckpointError(f"{folder} belongs to another model: it differs in {shorten(odd)}; check model.path")
-    for name, tensor in weights.items():
-        if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
-            raise CheckpointError(
-                f"{folder}: {name} is {saved[name].dtype} {list(saved[name].shape)}, the model has {tensor.dtype} "
-                f"{list(tensor.shape)}; check model.path and precision.params"
-            )
-
-
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Plain JSON for `value`, integer keys and tuples kept apart; its tensors go to `tensors` by path."""
-    if isinstance(value, Tensor):
-        tensors[path] = value
-        return {"tensor": path}
-    if isinstance(value, Mapping):
-        return {"map": [[key, _encode(item, f"{path}/{key}", tensors)] for key, item in value.items()]}
-    if isinstance(value, list | tuple):
-        items = [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
-        return {"tuple" if isinstance(value, tuple) else "list": items}
-    assert value is None or isinstance(value, bool | int | float | str), (
-        f"{path}: {type(value).__name__} cannot be saved"
-    )
-    return value
-
-
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    kind, content = next(iter(value.items()))
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "map":
-        return {key: _decode(item, tensors) for key, item in content}
-    items = [_decode(item, tensors) for item in content]
-    return tuple(items) if kind == "tuple" else items
-
-
-def _rng_state() -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (
-            str(kind),
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ),
-        "tracker": rng_tracker_states(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    set_rng_tracker_states(dict(state["tracker"]))
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+def _restore_rng(reader: ShardReader, parallel: ParallelState) -> None:
+    saved = reader.ranks[0]["layout"]
+    now = layout_of(parallel)
+    described = reader.ranks[0]["rng"]
+    has_device = any(key == "cuda" for key, _ in described["map"])
+    if saved == now and has_device == torch.cuda.is_available():
+        set_rng_state(reader.ranks[parallel.rank]["rng"], reader.extra(parallel.rank))
+        return
+    seed = seed_from(described, reader.extra(0))
+    if parallel.rank == 0:
+        logger.warning(
+            "%s was written under the layout %s, this run has %s: weights and optimizer are cut anew, and the random "
+            "numbers of the learner (dropout) start from seed %d, which follows from the checkpoint",
+            reader.folder,
+            saved,
+            now,
+            seed,
+        )

@@ -6,7 +6,7 @@ j - 1 and is 0 at the first token of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from moerl.errors import ConfigError
 from moerl.mcore import checkpoint
 from moerl.mcore.inputs import fill_step
 from moerl.mcore.model import (
-    ModelSource,
     PackedGPTModel,
     build_chunks,
     read_same_shape,
@@ -37,6 +36,7 @@ from moerl.mcore.step import MicroResult, StepRunner, TokenScores, own_routes
 from moerl.mcore.value_head import linear_values
 from moerl.mcore.weights import WeightMap
 from moerl.metrics import Last, Metrics, Sum, masked_mean, merge_into
+from moerl.shards import has_shards
 from moerl.types import MicroBatch, StepBatch
 
 HEAD = "value_head"
@@ -118,7 +118,7 @@ class MegatronCritic:
             if unwrap(chunk).post_process
             for name, tensor in unwrap(chunk).get_submodule(HEAD).named_parameters()
         }
-        _initialize(critic, model, source, weights, {**weights.local, **head}, layout, seed)
+        _initialize(critic, model, weights, {**weights.local, **head}, chunks, layout, seed)
         wrapped = wrap_chunks(chunks, config)
         optimizer = Optimizer(_optim(optim, critic), wrapped, layout, num_steps=num_steps)
         return cls(weights, head, StepRunner(wrapped, layout), optimizer, critic)
@@ -222,36 +222,39 @@ class MegatronCritic:
         weights = {name: tensor.clone() for name, tensor in self._weights.export()}
         return weights | {name: tensor.detach().clone() for name, tensor in self._head.items()}
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer, version and RNGs of this rank into `<folder>/critic`."""
+    def begin_save(self, folder: Path) -> Callable[[], None]:
+        """Copy weights, optimizer, version and RNGs of this rank; the work writes them into `<folder>/critic`."""
         target = folder / CHECKPOINT_FOLDER
-        target.mkdir(exist_ok=True)
-        checkpoint.save_state(
-            target,
-            weights=self._local,
-            optimizer=self._optimizer.inner,
-            counters={"version": self.version},
-            parallel=self.parallel,
-        )
+        counters = {"version": self.version}
+        work = checkpoint.begin_save(target, weights=self._local, optimizer=self._optimizer, counters=counters)
+
+        def write() -> None:
+            target.mkdir(exist_ok=True)
+            work()
+
+        return write
+
+    def save(self, folder: Path) -> None:
+        """Write into `<folder>/critic` at once."""
+        self.begin_save(folder)()
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, bit for bit.
+        """Restore what `save` wrote, bit for bit under the same layout.
 
         Raises:
-            CheckpointError: missing, damaged, or written by another model or layout; nothing was changed then.
+            CheckpointError: missing, damaged, or written by another model; nothing was changed then.
         """
-        counters = checkpoint.load_state(
-            folder / CHECKPOINT_FOLDER, weights=self._local, optimizer=self._optimizer.inner, parallel=self.parallel
-        )
+        target = folder / CHECKPOINT_FOLDER
+        counters = checkpoint.load_state(target, weights=self._local, optimizer=self._optimizer)
         self.version = int(counters["version"])
 
 
 def _initialize(
     critic: CriticSection,
     model: ModelSection,
-    source: ModelSource,
     weights: WeightMap,
     local: dict[str, Tensor],
+    chunks: Sequence[torch.nn.Module],
     layout: ParallelState,
     seed: int,
 ) -> None:
@@ -263,11 +266,11 @@ def _initialize(
         return
     folder = Path(critic.init)
     if (folder / "config.json").is_file():
-        weights.load_hf(read_same_shape(model, source, folder, field="algorithm.critic.init"))
+        weights.load_hf(read_same_shape(model, read_source(model), folder, field="algorithm.critic.init"))
         return
     for inner in (folder, folder / CHECKPOINT_FOLDER, folder / "learner" / CHECKPOINT_FOLDER):
-        if (inner / "rank_00000.json").is_file():
-            checkpoint.load_weights(inner, weights=local, parallel=layout)
+        if has_shards(inner):
+            checkpoint.load_weights(inner, weights=local, chunks=chunks, parallel=layout)
             return
     raise ConfigError(
         f"algorithm.critic.init is {critic.init!r}, which is neither 'policy', nor a Hugging Face folder "

@@ -231,6 +231,10 @@ def block_spec(config: TransformerConfig, *, use_te: bool, vp_stage: int | None 
         if use_te:
             continue
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        if _has_experts(parts.mlp):
+            # In a checkpoint megatron gives norms the names of TransformerEngine's fused layers; the norm before
+            # experts is not fused there either, and keeps its name.
+            parts.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         attention = parts.self_attention.submodules
         attention.core_attention = PackedAttention
         for name in ("q_layernorm", "k_layernorm"):
@@ -241,10 +245,13 @@ def block_spec(config: TransformerConfig, *, use_te: bool, vp_stage: int | None 
     return spec
 
 
+def _has_experts(mlp: Any) -> bool:
+    return isinstance(mlp.keywords.get("submodules"), MoESubmodules)
+
+
 def _with_replay_router(mlp: Any) -> Any:
     """The builder of an MoE layer with `ReplayRouter`; a dense layer's builder as it is."""
-    submodules = mlp.keywords.get("submodules")
-    if not isinstance(submodules, MoESubmodules):
+    if not _has_experts(mlp):
         return mlp
-    replaced = dataclasses.replace(submodules, router=ReplayRouter)
+    replaced = dataclasses.replace(mlp.keywords["submodules"], router=ReplayRouter)
     return functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": replaced})

@@ -101,8 +101,8 @@ class Optimizer:
             raise ConfigError(f"optim.name is {section.name!r}; allowed: adam, sgd")
         self.schedule = Schedule.of(section, num_steps)
         self._weight_decay = section.weight_decay
-        self._chunks = chunks
-        self._parallel = parallel
+        self.chunks = chunks
+        self.parallel = parallel
         dtype = chunks[0].config.params_dtype
         settings = OptimizerConfig(
             optimizer=section.name,
@@ -120,7 +120,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Clear gradients and their buffers."""
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
 
@@ -139,7 +139,7 @@ class Optimizer:
             else torch.tensor(norm, dtype=torch.float32, device=torch.cuda.current_device())
         )
         total = torch.stack(list(losses)).sum() if losses else torch.zeros_like(norm)
-        if not self._parallel.all_true(torch.isfinite(norm.squeeze()) & torch.isfinite(total)):
+        if not self.parallel.all_true(torch.isfinite(norm.squeeze()) & torch.isfinite(total)):
             raise NumericsError(f"loss {float(total)} and gradient norm {float(norm)}: one is not finite")
         rate = self.schedule.at(step)
         for group in self.inner.param_groups:

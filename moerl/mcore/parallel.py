@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from moerl.config.schema import ParallelSection
 from moerl.errors import ConfigError
 from moerl.mcore.rows import RowCut
+from moerl.mcore.wire import gather_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,11 @@ class ParallelState:
         return self.pp.rank == self.pp.size - 1
 
     @property
+    def expert_dp_size(self) -> int:
+        """How many ranks hold the same experts, and average their gradients."""
+        return self.world_size // (self.etp.size * self.ep.size * self.pp.size)
+
+    @property
     def microbatch_multiple(self) -> int:
         """Megatron's interleaved schedule takes whole rounds of micro-batches, one for each stage."""
         return self.pp.size if self.virtual_pipeline else 1
@@ -92,6 +98,12 @@ class ParallelState:
         value = flag.to(torch.int32)
         dist.all_reduce(value, op=dist.ReduceOp.MIN)
         return bool(value)
+
+    def union(self, names: set[str]) -> set[str]:
+        """The names of all ranks."""
+        if self.world_size == 1:
+            return names
+        return set().union(*gather_json(sorted(names)))
 
     def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over the data-parallel ranks, in place."""
@@ -219,3 +231,9 @@ def set_rng_tracker_states(states: dict[str, torch.Tensor]) -> None:
     tracker = get_cuda_rng_tracker()
     assert tracker is not None
     tracker.set_states(states)
+
+
+def reseed(seed: int) -> None:
+    """Seed torch and megatron's named RNGs as a fresh start does."""
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -357,30 +357,26 @@ class MegatronPolicy:
         """Every weight under its Hugging Face name; views of live parameters on one process, so copy what must last."""
         return self._weights.export()
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer, version and RNGs of this rank into `folder` (which exists and is empty)."""
-        checkpoint.save_state(
-            folder,
-            weights=self._weights.local,
-            optimizer=self._optimizer.inner,
-            counters={"version": self.version},
-            parallel=self.parallel,
-            reference=self._moving_reference(),
+    def begin_save(self, folder: Path) -> Callable[[], None]:
+        """Copy weights, optimizer, version and RNGs of this rank; the work writes them into `folder`, later."""
+        weights, moving = self._weights.local, self._moving_reference()
+        counters = {"version": self.version}
+        return checkpoint.begin_save(
+            folder, weights=weights, optimizer=self._optimizer, counters=counters, reference=moving
         )
+
+    def save(self, folder: Path) -> None:
+        """Write into `folder` (which exists and is empty) at once."""
+        self.begin_save(folder)()
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, bit for bit.
+        """Restore what `save` wrote, bit for bit under the same layout.
 
         Raises:
-            CheckpointError: missing, damaged, or written by another model or layout; nothing was changed then.
+            CheckpointError: missing, damaged, or written by another model; nothing was changed then.
         """
-        counters = checkpoint.load_state(
-            folder,
-            weights=self._weights.local,
-            optimizer=self._optimizer.inner,
-            parallel=self.parallel,
-            reference=self._moving_reference(),
-        )
+        weights, moving = self._weights.local, self._moving_reference()
+        counters = checkpoint.load_state(folder, weights=weights, optimizer=self._optimizer, reference=moving)
         self.version = int(counters["version"])
 
     def _moving_reference(self) -> dict[str, Tensor] | None:

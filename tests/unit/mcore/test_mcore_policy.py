@@ -285,8 +285,14 @@ def test_damaged_and_foreign_checkpoints_are_refused_and_change_nothing(kit, tin
     tensors.write_bytes(content)
     state_file = next(tmp_path.glob("*.json"))
     state = json.loads(state_file.read_text())
-    state_file.write_text(json.dumps({**state, "layout": {**state["layout"], "tp": 2}}))
-    with pytest.raises(CheckpointError, match="written under the layout"):
+    state_file.write_text(json.dumps({**state, "format": 1}))
+    with pytest.raises(
+        CheckpointError, match=r"format is 1, this version reads 2 \(format 1 was bound to its layout\)"
+    ):
+        fresh.load(tmp_path)
+    torn = {name: {**tensor, "parts": tensor["parts"][1:]} for name, tensor in state["tensors"].items()}
+    state_file.write_text(json.dumps({**state, "tensors": torn}))
+    with pytest.raises(CheckpointError, match=r"the files hold 0 of the \d+ elements of weights/embedding"):
         fresh.load(tmp_path)
     state_file.write_text("{")
     with pytest.raises(CheckpointError, match=r"rank_00000\.json is damaged"):
