@@ -260,6 +260,21 @@ def rewards(cfg: RunConfig) -> Iterator[str]:
         yield "reward.rewards: every weight is 0, so that nothing is learned; set one above 0"
 
 
+def optimizer_state(cfg: RunConfig) -> Iterator[str]:
+    """What megatron can distribute and offload."""
+    optim = cfg.optim
+    if optim.distributed and optim.name != "adam":
+        yield (
+            f"optim.distributed is true with optim.name={optim.name}, which has no state to distribute; set "
+            "optim.distributed=false"
+        )
+    if optim.cpu_offload and not optim.distributed:
+        yield (
+            "optim.cpu_offload is true without optim.distributed: megatron offloads what its distributed optimizer "
+            "holds; set optim.distributed=true"
+        )
+
+
 def schedule(cfg: RunConfig) -> Iterator[str]:
     """A decay must end after it starts, and a bound that nothing reads is a mistake."""
     optim = cfg.optim
@@ -360,6 +375,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     group_size,
     supervised,
     rewards,
+    optimizer_state,
     schedule,
     critic,
     minibatches,

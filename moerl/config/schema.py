@@ -318,6 +318,10 @@ class OptimSection:
     weight_decay: float = 0.0
     clip_grad_norm: float = 1.0
     """0 is off."""
+    distributed: bool = False
+    """Adam's state, and the float32 weights beside bf16 ones, are shared out over the data-parallel ranks."""
+    cpu_offload: bool = False
+    """Adam's state lies in the host's memory and is stepped there; needs a GPU and `distributed`."""
 
 
 @dataclass
@@ -347,6 +351,8 @@ class CheckpointSection:
     """0: only at the end and on Ctrl-C."""
     keep: int = 2
     """Complete checkpoints to keep; the last good one is never deleted."""
+    async_save: bool = False
+    """Training goes on while a copy of its state is written; the next save waits for it."""
     on_corrupt: str = "refuse"
     """A damaged newest checkpoint: `refuse` to start, or use the `previous` one."""
     export_hf: bool = True

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from moerl.algorithms.values import value_loss
@@ -55,6 +56,12 @@ class ValueModel(PackedGPTModel):
             self.value_head = torch.nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """Without what GPTModel does about its output layer, which is not there."""
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
     def score_hidden(self, *, hidden_states: Tensor, context: Predictions, **_: Any) -> Tensor:
         """`hidden_states` [m, 1, h]. The head is whole on every tensor rank, and so is its gradient."""
@@ -119,7 +126,7 @@ class MegatronCritic:
             for name, tensor in unwrap(chunk).get_submodule(HEAD).named_parameters()
         }
         _initialize(critic, model, weights, {**weights.local, **head}, chunks, layout, seed)
-        wrapped = wrap_chunks(chunks, config)
+        wrapped = wrap_chunks(chunks, config, optim)
         optimizer = Optimizer(_optim(optim, critic), wrapped, layout, num_steps=num_steps)
         return cls(weights, head, StepRunner(wrapped, layout), optimizer, critic)
 
@@ -209,6 +216,7 @@ class MegatronCritic:
         """Gradient of the value loss over `minibatch`, by Hugging Face name and `value_head.*`; nothing is stepped."""
         self._optimizer.zero_grad()
         self._accumulate(minibatch)
+        self._optimizer.complete_gradients()
         grads = {name: tensor.main_grad for name, tensor in self._weights.local.items()}  # pyright: ignore[reportAttributeAccessIssue] set by DDP
         found = {name: grad.clone() for name, grad in self._weights.export(grads)}
         found.update({name: tensor.main_grad.clone() for name, tensor in self._head.items()})  # pyright: ignore[reportAttributeAccessIssue]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -63,9 +64,13 @@ class Schedule:
         return self.min_lr + (self.lr - self.min_lr) * share
 
 
-def wrap_chunks(chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> list[DistributedDataParallel]:
+def wrap_chunks(
+    chunks: Sequence[torch.nn.Module], config: TransformerConfig, optim: OptimSection
+) -> list[DistributedDataParallel]:
     """Megatron's DDP around every chunk; gradients are accumulated and averaged over dp x cp in float32."""
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=optim.distributed
+    )
     return [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
     ]
@@ -95,10 +100,9 @@ class Optimizer:
         """Over the parameters of `chunks` that require gradients.
 
         Raises:
-            ConfigError: an unknown optimizer or schedule.
+            ConfigError: an unknown optimizer or schedule, or one that cannot be distributed or offloaded.
         """
-        if section.name not in ("adam", "sgd"):
-            raise ConfigError(f"optim.name is {section.name!r}; allowed: adam, sgd")
+        _check(section)
         self.schedule = Schedule.of(section, num_steps)
         self._weight_decay = section.weight_decay
         self.chunks = chunks
@@ -115,6 +119,9 @@ class Optimizer:
             clip_grad=section.clip_grad_norm,
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
+            use_distributed_optimizer=section.distributed,
+            optimizer_cpu_offload=section.cpu_offload,
+            optimizer_offload_fraction=1.0 if section.cpu_offload else 0.0,
         )
         self.inner: Any = get_megatron_optimizer(settings, chunks)  # pyright: ignore[reportArgumentType] DDP is a MegatronModule
 
@@ -123,6 +130,19 @@ class Optimizer:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
+
+    @torch.no_grad()
+    def complete_gradients(self) -> None:
+        """Every rank's buffers hold every gradient; the distributed optimizer leaves each rank its share alone."""
+        for chunk in self.chunks:
+            if not chunk.ddp_config.use_distributed_optimizer:
+                continue
+            buffers: Any = chunk.buffers
+            for buffer in [*buffers, *chunk.expert_parallel_buffers]:
+                group = buffer.data_parallel_group
+                for bucket in buffer.buckets:
+                    shares = bucket.grad_data.view(group.size(), -1)
+                    dist.all_gather_into_tensor(bucket.grad_data, shares[group.rank()].clone(), group=group)
 
     def step(self, losses: Sequence[Tensor], step: int) -> Metrics:
         """Check `losses` (one per micro-batch; none on ranks without the loss) and the gradient norm, then clip and
@@ -149,3 +169,22 @@ class Optimizer:
         assert succeeded
         size = norm.detach().squeeze()
         return {"optim/grad_norm": Mean(size), "optim/grad_norm_max": Max(size), "optim/lr": Last(rate)}
+
+
+def _check(section: OptimSection) -> None:
+    if section.name not in ("adam", "sgd"):
+        raise ConfigError(f"optim.name is {section.name!r}; allowed: adam, sgd")
+    if section.distributed and section.name != "adam":
+        raise ConfigError(
+            f"optim.distributed is true with optim.name={section.name}, which has no state to distribute (megatron "
+            "distributes Adam alone); set optim.distributed=false"
+        )
+    if section.cpu_offload and not section.distributed:
+        raise ConfigError(
+            "optim.cpu_offload is true without optim.distributed: megatron offloads what its distributed optimizer "
+            "holds; set optim.distributed=true"
+        )
+    if section.cpu_offload and not torch.cuda.is_available():
+        raise ConfigError(
+            "optim.cpu_offload is true, but there is no GPU here whose memory it could relieve; set it to false"
+        )

@@ -6,6 +6,7 @@ a flat range of the parameter, another one on each data-parallel rank.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,27 +65,26 @@ def prepare(inner: Any, updates: int) -> None:
     for member in _members(inner):
         torch_optimizer = member.optimizer
         torch_optimizer.state.clear()
-        if not updates or (member.init_state_fn is None and not isinstance(torch_optimizer, HybridDeviceOptimizer)):
+        if not updates:
             continue
         if isinstance(torch_optimizer, HybridDeviceOptimizer):
             torch_optimizer.dummy_step()  # moves weights, which are filled after
-        else:
+        elif member.init_state_fn is not None:
             member.init_state_fn(torch_optimizer, member.config)
         _set_count(torch_optimizer, updates)
 
 
 def finish(inner: Any) -> None:
     """After the tensors of `parameter_states` were filled: bring copies elsewhere in step with them."""
-    for member in _members(inner):
-        if isinstance(member.optimizer, HybridDeviceOptimizer):
-            for main, state in member.optimizer.state.items():
-                if _OFFLOADED_COPY in state:
-                    state[_OFFLOADED_COPY].data.copy_(main.data)
+    offloaded = [member.optimizer for member in _members(inner) if isinstance(member.optimizer, HybridDeviceOptimizer)]
+    for main, state in itertools.chain.from_iterable(optimizer.state.items() for optimizer in offloaded):
+        if _OFFLOADED_COPY in state:
+            state[_OFFLOADED_COPY].data.copy_(main.data)
 
 
 def _members(inner: Any) -> list[Any]:
     """Dense and expert parameters have an optimizer each; one that moves nothing has no torch optimizer."""
-    members = inner.chained_optimizers if isinstance(inner, ChainedOptimizer) else [inner]
+    members: list[Any] = list(inner.chained_optimizers) if isinstance(inner, ChainedOptimizer) else [inner]
     return [member for member in members if not member.is_stub_optimizer]
 
 

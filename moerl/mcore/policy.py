@@ -120,7 +120,7 @@ class MegatronPolicy:
         else:
             raise ConfigError(f"model.init is {model.init!r}; allowed: weights, random")
         weights.freeze(model.freeze, routers=routing == "frozen_router")
-        wrapped = wrap_chunks(chunks, config)
+        wrapped = wrap_chunks(chunks, config, optim)
         optimizer = Optimizer(optim, wrapped, layout, num_steps=num_steps)
         policy = cls(source, layout, weights, StepRunner(wrapped, layout), optimizer)
         policy._routing = routing
@@ -346,6 +346,7 @@ class MegatronPolicy:
         """Gradient of the objective's sum over `minibatch`, by Hugging Face name, 0 of frozen weights; no step."""
         self._optimizer.zero_grad()
         self._accumulate(minibatch, objective, observe=False)
+        self._optimizer.complete_gradients()
         grads = {name: _gradient(tensor) for name, tensor in self._weights.local.items()}
         found = {name: grad.clone() for name, grad in self._weights.export(grads)}
         self._optimizer.zero_grad()

@@ -96,17 +96,13 @@ def placements(chunks: Sequence[torch.nn.Module], parallel: ParallelState) -> di
         CheckpointError: a module has state that is no tensor (it would need a pickle).
     """
     found = {}
-    for chunk in chunks:
-        model = unwrap(chunk)
+    for model in map(unwrap, chunks):
         described = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
         for entry in described.values():
-            if isinstance(entry, ShardedObject):
-                if not _is_empty(entry.data):
-                    raise CheckpointError(
-                        f"{entry.key} is state that is no tensor, which only a pickle could hold; it is not saved here"
-                    )
-                continue
-            found[id(entry.data)] = _placement(entry, parallel, model.true_vocab_size)
+            if not isinstance(entry, ShardedObject):
+                found[id(entry.data)] = _placement(entry, parallel, model.true_vocab_size)
+            elif not _is_empty(entry.data):
+                raise CheckpointError(f"{entry.key} is no tensor, and what only a pickle could hold is not saved here")
     return found
 
 
@@ -135,7 +131,8 @@ def _parts(entry: Any) -> list[ShardedTensor]:
     ghost = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
     if not isinstance(entry, ShardedTensorFactory):
         return [entry.without_data()]
-    return list(entry.build_fn(entry.key, ghost, entry.replica_id, None))
+    built: Any = entry.build_fn(entry.key, ghost, entry.replica_id, None)
+    return list(built)
 
 
 def _piece(part: ShardedTensor, tensor: Tensor, vocab_size: int) -> _Piece:

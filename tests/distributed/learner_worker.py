@@ -71,7 +71,7 @@ def build(case: dict[str, Any], layout: dict[str, Any], section: Any, needs: fro
         model=ModelSection(path=case["model"], **case.get("model_options", {})),
         parallel=ParallelSection(**layout),
         precision=PrecisionSection(**case.get("precision", {})),
-        optim=OptimSection(name=case["optimizer"], lr=case["lr"], clip_grad_norm=1.0),
+        optim=OptimSection(name=case["optimizer"], lr=case["lr"], clip_grad_norm=1.0, **case.get("optim", {})),
         routing=case["routing"],
         router_shift=section.router_shift.enabled,
         needs_reference="ref_logprobs" in needs,

@@ -1,0 +1,82 @@
+"""One of the processes of the checkpoint tests: trains, saves, loads and trains on, as PLAN.json says.
+
+Started by torchrun (or alone) as `checkpoint_worker.py PLAN.json OUT`; builds one layout after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from learner_worker import algorithm, build, pack, samples
+
+from moerl.algorithms.objective import build_objective
+from moerl.mcore.parallel import release_parallel
+from moerl.mcore.policy import MegatronPolicy
+from moerl.metrics import to_floats
+
+
+def train(policy: MegatronPolicy, case: dict[str, Any], steps: int) -> list[dict[str, float]]:
+    """`steps` more steps; the data of each follows from its number alone."""
+    section = algorithm(case)
+    objective = build_objective(section)
+    seen = []
+    for _ in range(steps):
+        step = policy.version
+        made = samples(np.random.default_rng(step), case["shape"], constant=objective.constant_advantage)
+        batch = pack(policy, made, section, case, step)
+        batch, metrics = policy.score(batch, objective.needs | {"old_logprobs"})
+        seen.append(to_floats(metrics | policy.update(batch, objective)))
+    return seen
+
+
+def save(policy: MegatronPolicy, folder: Path) -> None:
+    """Every rank its part."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    policy.save(folder)
+    dist.barrier()
+
+
+def run(case: dict[str, Any], layout: dict[str, Any], out: Path) -> None:
+    """Build, load, train, save, train on; what came out goes to files by the name of the run."""
+    section = algorithm(case)
+    policy = build(case, layout, section, build_objective(section).needs)
+    if "load" in case:
+        policy.load(out / case["load"])
+    if "gradients" in case:
+        objective = build_objective(section)
+        made = samples(np.random.default_rng(0), case["shape"], constant=objective.constant_advantage)
+        batch, _ = policy.score(pack(policy, made, section, case, 0), objective.needs | {"old_logprobs"})
+        grads = policy.gradients(batch.minibatches[0], objective)
+        arrays = {name: value.float().cpu().numpy() for name, value in grads.items()}
+    record: dict[str, Any] = {"before": train(policy, case, case.get("before", 0))}
+    if "save" in case:
+        save(policy, out / case["save"])
+    record["after"] = train(policy, case, case.get("after", 0))
+    weights = {name: tensor.detach().float().cpu().numpy().copy() for name, tensor in policy.export()}
+    if policy.parallel.rank == 0:
+        (out / f"{case['run']}.json").write_text(json.dumps(record))
+        np.savez(out / f"{case['run']}.npz", **weights)  # pyright: ignore[reportArgumentType] names of arrays only
+        if "gradients" in case:
+            np.savez(out / f"{case['run']}.grads.npz", **arrays)  # pyright: ignore[reportArgumentType]
+        print(case["run"], flush=True)
+
+
+def main() -> None:
+    """Every run of every layout."""
+    torch.set_num_threads(1)
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    for layout in plan:
+        for case in layout["runs"]:
+            run(case, layout["sizes"], Path(sys.argv[2]))
+        release_parallel()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""A learner goes on from a checkpoint in its own layout to the bit, and in any other as if nothing had changed.
+
+Four processes on gloo and one; with the plain optimizer and with the one that is distributed over data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moerl.shards import Shard, ShardReader
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
+LIMIT_SECONDS = 240
+TOLERANCE = 2e-5
+"""Of `1 + |value|` for metrics; of a tensor's largest entry for gradients; absolute for weights."""
+
+
+def _layout_tests():
+    """The module of the layout tests: their model and their case."""
+    spec = importlib.util.spec_from_file_location("layout_tests", Path(__file__).with_name("test_layouts.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LAYOUTS = _layout_tests()
+DISTRIBUTED = {"optim": {"distributed": True}}
+BF16 = {"precision": {"params": "bf16"}}
+DROPOUT = {"model_options": {"hidden_dropout": 0.1}}
+TP2_EP2 = {"tensor": 2, "expert": 2}
+PP2 = {"pipeline": 2}
+PP2_VPP2 = {"pipeline": 2, "virtual_pipeline": 2}
+EP4 = {"expert": 4}
+
+
+def one_process():
+    """Trains and saves alone."""
+    return [{"sizes": {}, "runs": [{"run": "alone", "before": 3, "gradients": True, "save": "from_alone", "after": 2}]}]
+
+
+def four_processes():
+    """Everything that four processes do, by layout."""
+    train = {"before": 3, "after": 2}
+    first = [
+        {"run": "plain", "gradients": True, "save": "from_plain", **train},
+        {"run": "plain_again", "load": "from_plain", "after": 2},
+        {"run": "distributed", "gradients": True, "save": "from_distributed", **train, **DISTRIBUTED},
+        {"run": "distributed_again", "load": "from_distributed", "after": 2, **DISTRIBUTED},
+        {"run": "swapped", "load": "from_plain", "save": "swapped", "after": 2, **DISTRIBUTED},
+        {"run": "from_one", "load": "from_alone", "save": "spread", "after": 2, **DISTRIBUTED},
+        {"run": "noisy", "save": "from_noisy", **train, **DROPOUT, **DISTRIBUTED},
+        {"run": "noisy_again", "load": "from_noisy", "after": 2, **DROPOUT, **DISTRIBUTED},
+        {"run": "bf16", "save": "from_bf16", **train, **BF16, **DISTRIBUTED},
+        {"run": "bf16_again", "load": "from_bf16", "after": 2, **BF16, **DISTRIBUTED},
+    ]
+    return [
+        {"sizes": TP2_EP2, "runs": first},
+        {
+            "sizes": PP2,
+            "runs": [
+                {"run": "plain_in_pp2", "load": "from_plain", "save": "in_pp2", "after": 2},
+                {
+                    "run": "sharded_in_pp2",
+                    "load": "from_distributed",
+                    "save": "in_pp2_d",
+                    "after": 2,
+                    **DISTRIBUTED,
+                },
+                {"run": "bf16_in_pp2", "load": "from_bf16", "save": "bf16_in_pp2", **BF16},
+            ],
+        },
+        {"sizes": PP2_VPP2, "runs": [{"run": "in_vpp2", "load": "in_pp2_d", "save": "in_vpp2", "after": 2}]},
+        {"sizes": EP4, "runs": [{"run": "in_ep4", "load": "in_pp2", "save": "in_ep4", "after": 2, **DISTRIBUTED}]},
+    ]
+
+
+def alone_again():
+    """One process goes on from what four saved."""
+    runs = [
+        {"run": "plain_alone", "load": "from_plain", "save": "back_alone", "after": 2},
+        {"run": "distributed_alone", "load": "in_ep4", "after": 2},
+        {"run": "bf16_alone", "load": "bf16_in_pp2", "save": "bf16_back_alone", **BF16},
+    ]
+    return [{"sizes": {}, "runs": runs}]
+
+
+def start(plan: list[dict], folder: Path, processes: int) -> str:
+    model = str(folder / "model")
+    for layout in plan:
+        layout["runs"] = [{**LAYOUTS.case(model, "gspo", "R3", "adam"), **run} for run in layout["runs"]]
+    path = folder / f"plan_{len(list(folder.glob('plan_*')))}.json"
+    path.write_text(json.dumps(plan))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(WORKER), str(path), str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+    )
+    errors = [line for line in done.stderr.splitlines() if "Error" in line]
+    assert done.returncode == 0, "\n".join(errors[:8] or done.stderr.splitlines()[-20:])
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    LAYOUTS.save_model(folder / "model")
+    start(one_process(), folder, 1)
+    (folder / "four.log").write_text(start(four_processes(), folder, 4))
+    (folder / "alone.log").write_text(start(alone_again(), folder, 1))
+    return folder
+
+
+def record(folder: Path, run: str) -> dict[str, list[dict[str, float]]]:
+    return json.loads((folder / f"{run}.json").read_text())
+
+
+def weights(folder: Path, run: str) -> dict[str, np.ndarray]:
+    with np.load(folder / f"{run}.npz") as arrays:
+        return dict(arrays)
+
+
+def whole(folder: Path) -> dict[str, torch.Tensor]:
+    """Every whole tensor of a checkpoint."""
+    found = {}
+    with ShardReader(folder) as reader:
+        for name, entry in reader.entries.items():
+            target = Shard(name, entry.shape, (0,) * len(entry.shape), torch.empty(entry.shape, dtype=entry.dtype))
+            reader.check([target])
+            reader.fill(target)
+            found[name] = target.data
+    return found
+
+
+def assert_near(a: list[dict[str, float]], b: list[dict[str, float]]) -> None:
+    assert len(a) == len(b) == 2
+    for one, other in zip(a, b, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            allowed = LAYOUTS.WIDE.get(name, TOLERANCE) * (1 + abs(value))
+            assert abs(other[name] - value) <= allowed, (name, value, other[name])
+
+
+@pytest.mark.parametrize("run", ["plain", "distributed", "noisy", "bf16"])
+def test_the_same_layout_goes_on_to_the_bit(folder, run):
+    """`noisy` has dropout, so that every rank's random numbers count; `bf16` has float32 main weights beside."""
+    assert record(folder, run)["after"] == record(folder, f"{run}_again")["after"]
+    before, after = weights(folder, run), weights(folder, f"{run}_again")
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+CONTINUATIONS = {
+    "swapped": "plain",
+    "plain_in_pp2": "plain",
+    "sharded_in_pp2": "distributed",
+    "in_vpp2": "distributed",
+    "in_ep4": "plain",
+    "plain_alone": "plain",
+    "distributed_alone": "plain",
+    "from_one": "alone",
+}
+
+
+@pytest.mark.parametrize("run", CONTINUATIONS)
+def test_another_layout_goes_on_as_the_first_would_have(folder, run):
+    assert_near(record(folder, CONTINUATIONS[run])["after"], record(folder, run)["after"])
+
+
+RESHARDED = {
+    "swapped": "from_plain",
+    "in_pp2": "from_plain",
+    "in_ep4": "from_plain",
+    "back_alone": "from_plain",
+    "in_pp2_d": "from_distributed",
+    "in_vpp2": "from_distributed",
+    "spread": "from_alone",
+    "bf16_in_pp2": "from_bf16",
+    "bf16_back_alone": "from_bf16",
+}
+
+
+@pytest.mark.parametrize("name", RESHARDED)
+def test_saved_again_elsewhere_every_tensor_is_the_same_to_the_bit(folder, name):
+    """Weights, both moments, and the float32 main weights of bf16; through two other layouts and back."""
+    first, second = whole(folder / RESHARDED[name]), whole(folder / name)
+    assert first.keys() == second.keys()
+    kinds = {key.rsplit("/", 1)[0] for key in first}
+    expected = {"weights", "optimizer/exp_avg", "optimizer/exp_avg_sq"}
+    assert kinds == expected | ({"optimizer/main_param"} if "bf16" in name else set())
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert float(first["optimizer/exp_avg_sq/decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].max()) > 0
+
+
+def test_the_distributed_optimizer_is_the_plain_one(folder):
+    a, b = (record(folder, name)["before"] for name in ("plain", "distributed"))
+    assert_near(a[1:], b[1:])
+    plain, distributed = weights(folder, "plain"), weights(folder, "distributed")
+    assert all(np.abs(plain[name] - distributed[name]).max() <= TOLERANCE for name in plain)
+    for run in ("plain", "distributed"):
+        with np.load(folder / f"{run}.grads.npz") as grads, np.load(folder / "alone.grads.npz") as alone:
+            assert len(alone.files) > 80
+            for name in alone.files:
+                gap = np.abs(grads[name] - alone[name]).max()
+                assert gap <= TOLERANCE * np.abs(alone[name]).max() + 1e-9, (run, name)
+
+
+def test_data_parallel_ranks_share_the_writing(folder):
+    for name in ("from_plain", "from_distributed"):
+        sizes = [path.stat().st_size for path in sorted((folder / name).glob("*.safetensors"))]
+        assert len(sizes) == 4
+        assert max(sizes) < 1.7 * min(sizes), (name, sizes)
+    whole_bytes = (folder / "from_alone" / "rank_00000.safetensors").stat().st_size
+    assert sum(path.stat().st_size for path in (folder / "from_plain").glob("*.safetensors")) < 1.2 * whole_bytes
+
+
+def test_another_layout_says_that_random_numbers_start_anew(folder):
+    assert "'pp': 1" in (folder / "alone.log").read_text()
+    log = (folder / "four.log").read_text()
+    assert "was written under the layout" in log
+    assert "start from seed" in log
+    assert "from_distributed was written" in log
+    assert "from_plain was written" in log
