@@ -4,13 +4,13 @@ anything heavy is imported. Algorithms sit above this room, so their own rules a
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moerl.config import parallel_rules
 from moerl.config.choices import bound_errors, choice_errors
 from moerl.config.load import as_dict
 from moerl.config.schema import DatasetConfig, RunConfig
@@ -93,22 +93,6 @@ def parallel_axes(cfg: RunConfig, world_size: int) -> Iterator[str]:
             f"parallel.virtual_pipeline is {axes.virtual_pipeline} with parallel.pipeline=1, but it splits a "
             "pipeline's stages: set it to null"
         )
-
-
-def fp8(cfg: RunConfig) -> Iterator[str]:
-    """Without Transformer Engine a dense megatron model silently trains in fp32."""
-    recipe = cfg.precision.fp8
-    if recipe == "none":
-        return
-    if cfg.precision.params != "bf16":
-        yield f"precision.fp8={recipe} needs precision.params=bf16, but that is {cfg.precision.params}"
-    if importlib.util.find_spec("transformer_engine") is None:
-        yield (
-            f"precision.fp8={recipe} needs transformer_engine, which is not installed here: set precision.fp8=none, or "
-            "install it on a machine with a GPU (see CONTRIBUTING.md)"
-        )
-    else:
-        yield f"precision.fp8={recipe}: this version trains in fp32 or bf16; set precision.fp8=none"
 
 
 def datasets(cfg: RunConfig) -> Iterator[str]:
@@ -367,7 +351,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     freeze_patterns,
     files,
     dropout,
-    fp8,
+    *parallel_rules.RULES,
     datasets,
     temperature,
     stop_strings,

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from moerl.config.models import CriticSection, ReferenceSection, TeacherSection
+from moerl.config.parallel import ParallelSection, PrecisionSection
 from moerl.config.records import TelemetrySection
 
 
@@ -60,32 +61,6 @@ class ModelSection:
     """Load-balancing loss of the routers."""
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
-
-
-@dataclass
-class ParallelSection:
-    """Sizes of the parallel axes; data parallelism is what remains of the world size."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int | None = None
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-
-
-@dataclass
-class PrecisionSection:
-    """Number formats of the learner."""
-
-    params: str = "fp32"
-    """`fp32` or `bf16` (bf16 keeps fp32 main weights)."""
-    head: str = "params"
-    """Format of the product that makes logits: `params`, which rounds logits to that format as an engine of it does,
-    or `fp32`, with hidden states and output weights as float32 factors (MiniMax-M1, ScaleRL)."""
-    fp8: str = "none"
-    recompute: str = "none"
-    """`none`, `selective` (attention and experts) or `full` (every layer)."""
 
 
 @dataclass

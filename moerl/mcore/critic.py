@@ -126,7 +126,7 @@ class MegatronCritic:
             for name, tensor in unwrap(chunk).get_submodule(HEAD).named_parameters()
         }
         _initialize(critic, model, weights, {**weights.local, **head}, chunks, layout, seed)
-        wrapped = wrap_chunks(chunks, config, optim)
+        wrapped = wrap_chunks(chunks, config, optim, overlap=layout.overlaps_grad_reduce)
         optimizer = Optimizer(_optim(optim, critic), wrapped, layout, num_steps=num_steps)
         return cls(weights, head, StepRunner(wrapped, layout), optimizer, critic)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moerl.config.schema import ModelSection, PrecisionSection
 from moerl.errors import CheckpointError, ConfigError
+from moerl.mcore.guards import refuse_silent_faults, warn_without_grouped_gemm
 from moerl.mcore.local_spec import PackedRotaryEmbedding, block_spec, packed_layout
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import RouteController
@@ -113,7 +114,7 @@ def transformer_config(
         fields["moe_router_bias_update_rate"] = 0.0
     fields.update(_recompute(precision.recompute))
     fields.update(_implementation())
-    return TransformerConfig(
+    config = TransformerConfig(
         **fields,
         activation_func=F.silu,
         params_dtype=dtype,
@@ -135,11 +136,14 @@ def transformer_config(
         moe_router_load_balancing_type="aux_loss" if section.aux_loss_coefficient > 0 else "none",
         moe_aux_loss_coeff=section.aux_loss_coefficient,
         moe_router_dtype="fp32",
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type=parallel.dispatcher,  # pyright: ignore[reportArgumentType] one of three words
         use_cpu_initialization=True,
         # Every parameter comes from a file or from moerl's own seeded initialisation.
         perform_initialization=False,
     )
+    refuse_silent_faults(config, use_te=uses_transformer_engine())
+    warn_without_grouped_gemm(has_cuda=torch.cuda.is_available(), use_te=uses_transformer_engine())
+    return config
 
 
 def _recompute(mode: str) -> dict[str, Any]:

@@ -65,15 +65,23 @@ class Schedule:
 
 
 def wrap_chunks(
-    chunks: Sequence[torch.nn.Module], config: TransformerConfig, optim: OptimSection
+    chunks: Sequence[torch.nn.Module], config: TransformerConfig, optim: OptimSection, *, overlap: bool = False
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP around every chunk; gradients are accumulated and averaged over dp x cp in float32."""
+    """Megatron's DDP around every chunk; gradients are accumulated and averaged over dp x cp in float32.
+
+    `overlap` reduces them while the last micro-batch's backward still runs. The schedule must then know how to hold the
+    reduction back until that one (`no_sync_func`): without it every micro-batch's sum would be reduced again.
+    """
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=optim.distributed
+        grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, use_distributed_optimizer=optim.distributed
     )
-    return [
+    wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
     ]
+    if overlap:
+        hold = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = hold[0] if len(hold) == 1 else hold  # pyright: ignore[reportAttributeAccessIssue] megatron takes both
+    return wrapped
 
 
 @contextmanager

@@ -52,6 +52,10 @@ class ParallelState:
     """Model chunks per rank; None without interleaving."""
     world_size: int
     rank: int
+    dispatcher: str = "alltoall"
+    """How tokens reach their experts, in megatron's words."""
+    overlaps_grad_reduce: bool = False
+    """Whether gradients are reduced while the backward still runs."""
 
     @property
     def is_sequence_parallel(self) -> bool:
@@ -216,6 +220,8 @@ def _describe(section: ParallelSection, world: int) -> ParallelState:
         virtual_pipeline=section.virtual_pipeline,
         world_size=world,
         rank=dist.get_rank(),
+        dispatcher=section.dispatcher,
+        overlaps_grad_reduce=section.overlap_grad_reduce,
     )
 
 

@@ -120,7 +120,7 @@ class MegatronPolicy:
         else:
             raise ConfigError(f"model.init is {model.init!r}; allowed: weights, random")
         weights.freeze(model.freeze, routers=routing == "frozen_router")
-        wrapped = wrap_chunks(chunks, config, optim)
+        wrapped = wrap_chunks(chunks, config, optim, overlap=layout.overlaps_grad_reduce)
         optimizer = Optimizer(optim, wrapped, layout, num_steps=num_steps)
         policy = cls(source, layout, weights, StepRunner(wrapped, layout), optimizer)
         policy._routing = routing

@@ -99,6 +99,22 @@ def test_the_defaults_pass(base):
         (["rollout.engine=dataset", "data.refilter.every_steps=2"], ["refilter.every_steps is 2", "no pass rate"]),
         (["rollout.engine=dataset", "algorithm.routing=R3"], ["records no routes", "algorithm.routing is R3"]),
         (["precision.fp8=blockwise"], ["precision.fp8=blockwise", "precision.params=bf16"]),
+        (["precision.head=bf16"], ["precision.head is 'bf16'", "params, fp32"]),
+        (["precision.recompute=layers"], ["precision.recompute is 'layers'", "none, selective, full"]),
+        (["parallel.dispatcher=alltoal"], ["parallel.dispatcher is 'alltoal'", "did you mean 'alltoall'"]),
+        (
+            ["parallel.dispatcher=allgather", "parallel.tensor=2", "parallel.expert=4"],
+            ["parallel.dispatcher=allgather gathers equal shares", "4 x 1 must be at most parallel.tensor, 2"],
+        ),
+        (["parallel.dispatcher=flex"], ["deep_ep is not installed", "parallel.tensor x parallel.expert is 1"]),
+        (
+            ["model.aux_loss_coefficient=0.1", "algorithm.routing=frozen_router"],
+            ["model.aux_loss_coefficient is 0.1", "algorithm.routing=frozen_router", "set it to 0"],
+        ),
+        (
+            ["model.hidden_dropout=0.1", "algorithm.level=none", "parallel.context=2"],
+            ["parallel.context is 2 with dropout 0.1", "share one random state"],
+        ),
     ],
 )
 def test_each_rule_refuses(base, overrides, parts):
@@ -128,6 +144,9 @@ def test_each_rule_refuses(base, overrides, parts):
         ["optim.schedule=linear", "optim.warmup_steps=9"],
         ["reward.rewards=[{name: exact, datasets: [sums]}, {name: length, weight: 0}]"],
         ["rollout.temperature=0.6"],
+        ["precision.params=bf16", "precision.head=fp32", "precision.recompute=full"],
+        ["parallel.dispatcher=allgather", "parallel.overlap_grad_reduce=true"],
+        ["model.aux_loss_coefficient=0.1"],
     ],
 )
 def test_the_neighbouring_good_case_passes(base, overrides):

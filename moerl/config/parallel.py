@@ -1,0 +1,36 @@
+"""Configuration of how the learner is laid out and in which number formats it computes. Part of `schema.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class ParallelSection:
+    """Sizes of the parallel axes; data parallelism is what remains of the world size."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    dispatcher: str = "alltoall"
+    """How tokens reach their experts: `alltoall`, `allgather` (few ranks, small batches), or `flex` (DeepEP; needs a
+    GPU and its library)."""
+    overlap_grad_reduce: bool = False
+    """Gradients are reduced over data-parallel ranks while the last micro-batch's backward still runs."""
+
+
+@dataclass
+class PrecisionSection:
+    """Number formats of the learner."""
+
+    params: str = "fp32"
+    """`fp32` or `bf16` (bf16 keeps fp32 main weights)."""
+    head: str = "params"
+    """Format of the product that makes logits: `params`, which rounds logits to that format as an engine of it does,
+    or `fp32`, with hidden states and output weights as float32 factors (MiniMax-M1, ScaleRL)."""
+    fp8: str = "none"
+    recompute: str = "none"
+    """`none`, `selective` (attention and experts) or `full` (every layer)."""

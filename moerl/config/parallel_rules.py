@@ -1,0 +1,71 @@
+"""Rules of the learner's layout and number formats that need no arithmetic of ranks. Part of `rules.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from moerl.config.schema import RunConfig
+
+
+def fp8(cfg: RunConfig) -> Iterator[str]:
+    """Without Transformer Engine a dense megatron model silently trains in fp32."""
+    recipe = cfg.precision.fp8
+    if recipe == "none":
+        return
+    if cfg.precision.params != "bf16":
+        yield f"precision.fp8={recipe} needs precision.params=bf16, but that is {cfg.precision.params}"
+    if importlib.util.find_spec("transformer_engine") is None:
+        yield (
+            f"precision.fp8={recipe} needs transformer_engine, which is not installed here: set precision.fp8=none, or "
+            "install it on a machine with a GPU (see CONTRIBUTING.md)"
+        )
+    else:
+        yield f"precision.fp8={recipe}: this version trains in fp32 or bf16; set precision.fp8=none"
+
+
+def dispatcher(cfg: RunConfig) -> Iterator[str]:
+    """Megatron's allgather takes equal shares; DeepEP is a CUDA library, and moves tokens between ranks."""
+    axes = cfg.parallel
+    if axes.dispatcher == "allgather" and axes.expert * axes.expert_tensor > axes.tensor:
+        yield (
+            "parallel.dispatcher=allgather gathers equal shares, which only the ranks of the tensor axis have: parallel."
+            f"expert x parallel.expert_tensor = {axes.expert} x {axes.expert_tensor} must be at most parallel.tensor, "
+            f"{axes.tensor}; set parallel.dispatcher=alltoall"
+        )
+    if axes.dispatcher != "flex":
+        return
+    if importlib.util.find_spec("deep_ep") is None:
+        yield (
+            "parallel.dispatcher=flex needs the library deep_ep and a GPU, and deep_ep is not installed here: set "
+            "parallel.dispatcher=alltoall"
+        )
+    if axes.tensor * axes.expert == 1:
+        yield (
+            "parallel.dispatcher=flex moves tokens between ranks, but parallel.tensor x parallel.expert is 1: set "
+            "parallel.dispatcher=alltoall"
+        )
+
+
+def frozen_balance(cfg: RunConfig) -> Iterator[str]:
+    """A router that does not train cannot be balanced."""
+    value = cfg.model.aux_loss_coefficient
+    if value > 0 and cfg.algorithm.routing == "frozen_router":
+        yield (
+            f"model.aux_loss_coefficient is {value} with algorithm.routing=frozen_router: the balancing loss would "
+            "move the hidden states instead of the routers; set it to 0"
+        )
+
+
+def context_dropout(cfg: RunConfig) -> Iterator[str]:
+    """Megatron gives data- and context-parallel ranks one random state."""
+    largest = max(cfg.model.attention_dropout, cfg.model.hidden_dropout)
+    if largest > 0 and cfg.parallel.context > 1:
+        yield (
+            f"parallel.context is {cfg.parallel.context} with dropout {largest}: the ranks of the context axis share "
+            "one random state, so that the parts of a sequence would be masked alike; set model.attention_dropout "
+            "and model.hidden_dropout to 0"
+        )
+
+
+RULES = (fp8, dispatcher, frozen_balance, context_dropout)

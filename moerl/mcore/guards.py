@@ -1,0 +1,153 @@
+"""What megatron-core trains wrong without a word, refused before a model is built.
+
+Every entry was found in megatron-core 0.19.2 by running it or by reading it, or is one of the silent faults collected
+in Megatron-LM's issue 7452. A family's settings go through here as moerl's own do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from moerl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One combination that must not run."""
+
+    name: str
+    is_wrong: Callable[[TransformerConfig, bool], bool]
+    """Of the settings, and whether TransformerEngine's layers are used."""
+    message: str
+
+
+def _tensor(c: TransformerConfig) -> bool:
+    return c.tensor_model_parallel_size > 1
+
+
+def _expert_ranks(c: TransformerConfig) -> int:
+    return c.expert_model_parallel_size * (c.expert_tensor_parallel_size or 1)
+
+
+GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "interleaving",
+        lambda c, te: c.virtual_pipeline_model_parallel_size is not None and not c.overlap_p2p_comm,
+        "virtual_pipeline without overlap_p2p_comm: with two stages megatron exchanges the wrong micro-batches (the "
+        "gradient norm of a small model came out at 121 for 2.3); set overlap_p2p_comm, and batch_p2p_comm off",
+    ),
+    Guard(
+        "sequence_parallel",
+        lambda c, te: _tensor(c) and c.num_moe_experts is not None and not c.sequence_parallel,
+        "an MoE model with tensor parallelism and without sequence_parallel: every rank would route every token; set "
+        "sequence_parallel",
+    ),
+    Guard(
+        "router_fusion",
+        lambda c, te: c.moe_router_fusion,
+        "moe_router_fusion: the fused router returns before it asks for routes, so that replay and observation would "
+        "see nothing; switch it off",
+    ),
+    Guard(
+        "shared_replay",
+        lambda c, te: c.moe_enable_routing_replay,
+        "moe_enable_routing_replay: megatron's switchboard is shared by all models of a process and recomputation pops "
+        "the routes of another micro-batch; every router has a tap of its own here, switch it off",
+    ),
+    Guard(
+        "fp8",
+        lambda c, te: (c.fp8 is not None or c.fp4 is not None) and not te,
+        "fp8 or fp4 without TransformerEngine: dense layers would train in full precision; set precision.fp8=none",
+    ),
+    Guard(
+        "per_token_loss",
+        lambda c, te: c.calculate_per_token_loss,
+        "calculate_per_token_loss: gradients would be divided by a token count on top of the objective's own weights, "
+        "and balancing and multi-token losses by a rank's count of its own (issue 7452, 3 and 10); switch it off",
+    ),
+    Guard(
+        "capacity",
+        lambda c, te: c.moe_expert_capacity_factor is not None,
+        "moe_expert_capacity_factor: dropped tokens make a logprob depend on what else is in the micro-batch, so "
+        "that a ratio would compare packings; set it to None",
+    ),
+    Guard(
+        "jitter",
+        lambda c, te: bool(c.moe_input_jitter_eps),
+        "moe_input_jitter_eps: noise at the routers makes two passes of one policy differ; set it to None",
+    ),
+    Guard(
+        "forced_balance",
+        lambda c, te: c.moe_router_force_load_balancing or c.moe_router_force_biased is not None,
+        "moe_router_force_load_balancing or moe_router_force_biased: routes would be random, for benchmarks only; "
+        "switch both off",
+    ),
+    Guard(
+        "window",
+        lambda c, te: c.window_size is not None and not te,
+        "window_size: attention over packed sequences without TransformerEngine is causal over the whole sequence and "
+        "would look past the window; set it to None",
+    ),
+    Guard(
+        "sinks",
+        lambda c, te: c.softmax_type != "vanilla" and (not te or _tensor(c)),
+        "softmax_type other than vanilla: attention without TransformerEngine leaves the sinks out, and under tensor "
+        "parallelism their gradients are missing from the clipping norm (issue 7452, 8); set vanilla",
+    ),
+    Guard(
+        "linear_attention",
+        lambda c, te: c.experimental_attention_variant is not None and _tensor(c),
+        "experimental_attention_variant with tensor parallelism: the gradient of its output norm is not summed over "
+        "the axis (issue 7452, 11); set parallel.tensor=1",
+    ),
+    Guard(
+        "saved_activations",
+        lambda c, te: bool(c.distribute_saved_activations),
+        "distribute_saved_activations: recomputation gathers saved activations over the global tensor axis, whatever "
+        "axis a model was given (issue 7452, 4), and excludes sequence_parallel; switch it off",
+    ),
+    Guard(
+        "allgather",
+        lambda c, te: c.moe_token_dispatcher_type == "allgather" and _expert_ranks(c) > c.tensor_model_parallel_size,
+        "parallel.dispatcher=allgather with parallel.expert x parallel.expert_tensor above parallel.tensor: it gathers "
+        "equal shares, and data-parallel ranks hold packs of different lengths; set parallel.dispatcher=alltoall",
+    ),
+    Guard(
+        "flex",
+        lambda c, te: c.moe_token_dispatcher_type == "flex" and not _has_deep_ep(),
+        "parallel.dispatcher=flex: needs a GPU and the library deep_ep; set parallel.dispatcher=alltoall",
+    ),
+)
+
+
+def refuse_silent_faults(config: TransformerConfig, *, use_te: bool) -> None:
+    """Check `config` against every guard.
+
+    Raises:
+        ConfigError: names every combination that would train something else than was asked for.
+    """
+    faults = [f"megatron settings: {guard.message}" for guard in GUARDS if guard.is_wrong(config, use_te)]
+    if faults:
+        raise ConfigError(*faults)
+
+
+def warn_without_grouped_gemm(*, has_cuda: bool, use_te: bool) -> None:
+    """The local layers ignore moe_grouped_gemm and run expert after expert: right, but slow on a GPU."""
+    if has_cuda and not use_te:
+        logger.warning(
+            "TransformerEngine is not installed: experts run one after the other instead of in one grouped product, "
+            "and attention over packed sequences is padded; install transformer-engine for speed"
+        )
+
+
+def _has_deep_ep() -> bool:
+    import torch
+    from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
+
+    return bool(HAVE_DEEP_EP) and torch.cuda.is_available()

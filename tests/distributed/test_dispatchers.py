@@ -1,0 +1,110 @@
+"""How tokens reach their experts, and when gradients are reduced, change no number: two processes on gloo and one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("learner_worker.py")
+SHAPE = {"layers": 2, "experts": 4, "topk": 2, "vocab": 30}
+LAYOUTS = {
+    "alltoall": {"expert": 2, "tensor": 2, "dispatcher": "alltoall"},
+    "allgather": {"expert": 2, "tensor": 2, "dispatcher": "allgather"},
+    "allgather_full": {"tensor": 2, "dispatcher": "allgather"},
+    "overlap": {"expert": 2, "overlap_grad_reduce": True},
+    "overlap_interleaved": {"pipeline": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True},
+}
+RECOMPUTE = {"alltoall": "full", "allgather": "selective"}
+"""Recomputation runs along, where replay must serve each micro-batch its own routes again."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("dispatchers")
+    torch.manual_seed(5)
+    config = Qwen3MoeConfig(
+        vocab_size=SHAPE["vocab"],
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=SHAPE["layers"] * 2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=SHAPE["experts"],
+        num_experts_per_tok=SHAPE["topk"],
+        norm_topk_prob=True,
+        mlp_only_layers=[0, 2],
+        tie_word_embeddings=False,
+        max_position_embeddings=64,
+        initializer_range=0.15,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
+    alone = [{"name": "alone", "sizes": {}, "cases": [case(folder, "none")]}]
+    together = [
+        {"name": name, "sizes": sizes, "cases": [case(folder, RECOMPUTE.get(name, "none"))]}
+        for name, sizes in LAYOUTS.items()
+    ]
+    run({"layouts": alone}, folder, 1)
+    run({"layouts": together}, folder, 2)
+    return folder
+
+
+def case(folder: Path, recompute: str) -> dict:
+    return {
+        "name": "grpo",
+        "preset": "grpo",
+        "routing": "R3",
+        "model": str(folder / "model"),
+        "optimizer": "sgd",
+        "lr": 0.02,
+        "shape": SHAPE,
+        "precision": {"recompute": recompute},
+    }
+
+
+def run(plan: dict, folder: Path, processes: int) -> None:
+    path = folder / f"plan_{processes}.json"
+    path.write_text(json.dumps(plan))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(WORKER), str(path), str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    errors = [line for line in done.stderr.splitlines() if "Error" in line or "terminate" in line or "what()" in line]
+    assert done.returncode == 0, "\n".join(errors[:8] or done.stderr.splitlines()[-20:])
+
+
+def read(folder: Path, layout: str) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    with np.load(folder / f"{layout}.grpo.npz") as arrays:
+        return json.loads((folder / f"{layout}.grpo.json").read_text())["metrics"], dict(arrays)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_weights_and_norms_are_those_of_one_process(outcomes, layout):
+    metrics, alone = read(outcomes, "alone")
+    others, together = read(outcomes, layout)
+    assert alone.keys() == together.keys()
+    assert sum(key.startswith("grad/") for key in alone) > 40
+    for key, value in alone.items():
+        allowed = 2e-5 * np.abs(value).max() + 1e-9 if key.startswith("grad/") else 2e-5
+        assert np.abs(together[key] - value).max() <= allowed, key
+    for step, (a, b) in enumerate(zip(metrics, others, strict=True)):
+        for name in ("loss", "optim/grad_norm", "route/replay_coverage"):
+            assert abs(a[name] - b[name]) <= 2e-5 * (1 + abs(a[name])), (step, name)
+
+
+def test_the_two_dispatchers_agree_with_each_other(outcomes):
+    _, first = read(outcomes, "alltoall")
+    _, second = read(outcomes, "allgather")
+    for key, value in first.items():
+        assert np.abs(second[key] - value).max() <= 2e-6 * np.abs(value).max() + 1e-9, key

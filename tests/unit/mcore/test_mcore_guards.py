@@ -1,0 +1,190 @@
+"""Settings that megatron would train wrong without a word are refused, each by its own message."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from moerl.config.schema import ModelSection, ParallelSection, PrecisionSection
+from moerl.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def fields():
+    """What every configuration here has."""
+    return {
+        "num_layers": 4,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_moe_experts": 4,
+        "add_bias_linear": False,
+        "use_cpu_initialization": True,
+    }
+
+
+WRONG = {
+    "interleaving": {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": False},
+    "sequence_parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": False},
+    "router_fusion": {"moe_router_fusion": True},
+    "shared_replay": {"moe_enable_routing_replay": True},
+    "fp8": {"fp8": "hybrid"},
+    "per_token_loss": {"calculate_per_token_loss": True},
+    "capacity": {"moe_expert_capacity_factor": 1.0},
+    "jitter": {"moe_input_jitter_eps": 0.01},
+    "forced_balance": {"moe_router_force_load_balancing": True},
+    "window": {"window_size": (128, 0)},
+    "sinks": {"softmax_type": "learnable"},
+    "linear_attention": {"experimental_attention_variant": "gated_delta_net", "tensor_model_parallel_size": 2},
+    "saved_activations": {"distribute_saved_activations": True},
+    "allgather": {"moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 2},
+    "flex": {"moe_token_dispatcher_type": "flex"},
+}
+
+
+def config_of(fields, **changes):
+    """Megatron's own checks are passed by: a later version may drop them, and some depend on what is installed."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(**fields)
+    for name, value in changes.items():
+        assert hasattr(config, name), name
+        setattr(config, name, value)
+    return config
+
+
+def test_every_guard_has_a_case():
+    from moerl.mcore.guards import GUARDS
+
+    assert sorted(WRONG) == sorted(guard.name for guard in GUARDS)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_guard_refuses_its_case_and_no_other_guard_does(fields, name):
+    from moerl.mcore.guards import GUARDS, refuse_silent_faults
+
+    changes = WRONG[name]
+    if "tensor_model_parallel_size" in changes and name != "sequence_parallel":
+        changes = {**changes, "sequence_parallel": True}
+    config = config_of(fields, **changes)
+    message = next(guard.message for guard in GUARDS if guard.name == name)
+    with pytest.raises(ConfigError) as caught:
+        refuse_silent_faults(config, use_te=False)
+    assert str(caught.value) == f"megatron settings: {message}"
+
+
+def test_what_the_learner_asks_for_passes(fields):
+    from moerl.mcore.guards import refuse_silent_faults
+
+    good = {
+        "virtual_pipeline_model_parallel_size": 2,
+        "overlap_p2p_comm": True,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "moe_token_dispatcher_type": "allgather",
+        "expert_model_parallel_size": 2,
+    }
+    refuse_silent_faults(config_of(fields, **good), use_te=False)
+    with_te = {"fp8": "hybrid", "window_size": (128, 0), "softmax_type": "learnable"}
+    refuse_silent_faults(config_of(fields, **with_te), use_te=True)
+
+
+def test_a_family_cannot_bring_a_refused_setting_in(tiny_folder):
+    """The settings of a model's folder go through the guards."""
+    from moerl.mcore.model import ModelSource, read_source, transformer_config
+    from moerl.mcore.parallel import initialize_parallel
+
+    source = read_source(ModelSection(path=str(tiny_folder)))
+
+    class Windowed:
+        def transformer_kwargs(self, hf):
+            return {**source.kwargs, "window_size": (8, 0)}
+
+    odd = ModelSource(source.folder, source.hf, Windowed())  # pyright: ignore[reportArgumentType] its settings are all that is read
+    with pytest.raises(ConfigError, match="window_size: attention over packed sequences"):
+        transformer_config(
+            odd,
+            section=ModelSection(),
+            precision=PrecisionSection(),
+            parallel=initialize_parallel(ParallelSection(), 0),
+            is_bias_frozen=False,
+        )
+
+
+@pytest.mark.parametrize(
+    ("has_cuda", "use_te", "warns"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_experts_without_grouped_products_on_a_gpu_are_told_of(caplog, has_cuda, use_te, warns):
+    from moerl.mcore.guards import warn_without_grouped_gemm
+
+    with caplog.at_level(logging.WARNING):
+        warn_without_grouped_gemm(has_cuda=has_cuda, use_te=use_te)
+    assert ("one after the other" in caplog.text) == warns
+
+
+def test_local_layers_run_experts_one_after_the_other(kit, tiny_folder):
+    """Megatron's local layers take moe_grouped_gemm without a word and ignore it, so it is only set where it acts."""
+    from moerl.mcore.model import build_chunks, read_source, transformer_config, unwrap, uses_transformer_engine
+    from moerl.mcore.parallel import initialize_parallel
+
+    section = ModelSection(path=str(tiny_folder))
+    source, layout = read_source(section), initialize_parallel(ParallelSection(), 0)
+    config = transformer_config(
+        source, section=section, precision=PrecisionSection(), parallel=layout, is_bias_frozen=False
+    )
+    assert config.moe_grouped_gemm == uses_transformer_engine()
+    model = unwrap(build_chunks(source, config, layout)[0])
+    names = {type(module).__name__ for module in model.modules()}
+    assert ("SequentialMLP" in names) == (not uses_transformer_engine())
+
+
+def test_no_padding_mask_no_labels_and_parallel_logits(kit, tiny_folder, monkeypatch):
+    """Issue 7452, 1, 2, 5 and 10: label smoothing, gathered logits, and masks of padding are never in play."""
+    from moerl.mcore import model as room
+    from moerl.mcore.router_replay import ReplayRouter
+
+    seen: dict[str, list] = {"masks": [], "forwards": []}
+    plain_forward, plain_routing = room.PackedGPTModel.forward, ReplayRouter.routing
+
+    def forward(self, *args, **kwargs):
+        seen["forwards"].append((len(args), frozenset(kwargs), self.parallel_output))
+        return plain_forward(self, *args, **kwargs)
+
+    def routing(self, logits, padding_mask=None):
+        seen["masks"].append(padding_mask)
+        return plain_routing(self, logits, padding_mask)
+
+    monkeypatch.setattr(room.PackedGPTModel, "forward", forward)
+    monkeypatch.setattr(ReplayRouter, "routing", routing)
+    kit.make_policy(tiny_folder).gradients([kit.make_micro([5, 7])], kit.Nll())
+    assert seen["masks"]
+    assert set(seen["masks"]) == {None}
+    for count, names, is_parallel in seen["forwards"]:
+        assert count == 3
+        assert not names & {"labels", "padding_mask", "runtime_gather_output"}
+        assert is_parallel
+
+
+def test_bf16_gradients_are_summed_in_float32_over_micro_batches(kit, tiny_folder):
+    """64 equal micro-batches: in bf16 the sum would stop growing by what is below its last bit."""
+    from moerl.config.schema import OptimSection
+    from moerl.mcore.policy import MegatronPolicy
+
+    policy = MegatronPolicy.build(
+        model=ModelSection(path=str(tiny_folder)),
+        parallel=ParallelSection(),
+        precision=PrecisionSection(params="bf16"),
+        optim=OptimSection(),
+        routing="none",
+        router_shift=False,
+        needs_reference=False,
+        num_steps=2,
+        seed=0,
+    )
+    micro = kit.make_micro([9, 6])
+    once = policy.gradients([micro], kit.Nll())
+    often = policy.gradients([micro] * 64, kit.Nll())
+    assert all(grad.dtype is torch.float32 for grad in once.values())
+    for name, grad in often.items():
+        assert (grad - 64 * once[name]).abs().max() <= 1e-5 * grad.abs().max(), name
