@@ -29,9 +29,9 @@ def dispatcher(cfg: RunConfig) -> Iterator[str]:
     axes = cfg.parallel
     if axes.dispatcher == "allgather" and axes.expert * axes.expert_tensor > axes.tensor:
         yield (
-            "parallel.dispatcher=allgather gathers equal shares, which only the ranks of the tensor axis have: parallel."
-            f"expert x parallel.expert_tensor = {axes.expert} x {axes.expert_tensor} must be at most parallel.tensor, "
-            f"{axes.tensor}; set parallel.dispatcher=alltoall"
+            "parallel.dispatcher=allgather gathers equal shares, which only the ranks of the tensor axis have: "
+            f"parallel.expert x parallel.expert_tensor = {axes.expert} x {axes.expert_tensor} must be at most "
+            f"parallel.tensor, {axes.tensor}; set parallel.dispatcher=alltoall"
         )
     if axes.dispatcher != "flex":
         return
