@@ -1,0 +1,56 @@
+"""What the learner computes, by torch's own counter, is what the closed form says."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from moerl.config.schema import ModelSection
+
+ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+
+
+def forward_pairs(query, key, *args, out_val=None, **kwargs) -> int:
+    """Torch's own formula, which the CPU's operator lacks: every query with every key."""
+    batch, heads, length, width = query
+    return 2 * 2 * batch * heads * length * key[2] * width
+
+
+def backward_pairs(grad, query, key, *args, out_val=None, **kwargs) -> int:
+    return 5 * forward_pairs(query, key) // 2
+
+
+def product(into, left, right, *args, out_val=None, **kwargs) -> int:
+    """Of addmm_, which the counter lacks too."""
+    return 2 * left[0] * left[1] * right[1]
+
+
+def count(work) -> tuple[int, int]:
+    """(products, attention)."""
+    mapping = dict(zip(ATTENTION, (forward_pairs, backward_pairs), strict=True))
+    mapping[torch.ops.aten.addmm_] = product
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        work()
+    by_op = counter.get_flop_counts()["Global"]
+    attention = sum(flops for op, flops in by_op.items() if "scaled_dot_product" in str(op))
+    return sum(by_op.values()) - attention, attention
+
+
+def test_forward_and_backward_of_the_tiny_model(kit, tiny_folder):
+    """The head is computed once more in the backward; the counter takes a square where a causal mask leaves a half."""
+    from moerl.mcore.model import read_source
+    from moerl.models.flops import forward_flops
+
+    policy = kit.make_policy(tiny_folder)
+    micro = kit.make_micro([24, 24])
+    flops = forward_flops(read_source(ModelSection(path=str(tiny_folder))).kwargs, [24, 24])
+    square = flops.attention * 2 * 24 / 25
+    products, attention = count(lambda: policy.logprobs(micro))
+    assert products == flops.layers + flops.head
+    assert attention == square
+    products, attention = count(lambda: policy.gradients([micro], kit.Nll()))
+    assert products == 3 * flops.layers + 4 * flops.head
+    assert attention == 3.5 * square
