@@ -43,6 +43,13 @@ class PackedLayout(PackedSeqParams):
     visible: Tensor | None = None
     """[n, 1, qmax, smax] bool: which keys a query sees; None: plainly causal."""
     num_seqs: int = 0
+    groups: tuple[tuple[Tensor, int], ...] | None = None
+    """Sequences of like length, attended to together: the row of each padded place, and how many there are. Of whole
+    sequences only; `collect` then speaks of the places of all groups, one group after the other."""
+
+
+LIKE_PAIRS = 128 * 128
+"""Pairs of places by which padding may make a sequence dearer, where another call would cost more."""
 
 
 def packed_layout(rows: RowPlan, *, use_te: bool) -> PackedLayout:
@@ -73,7 +80,10 @@ def _with_maps(layout: PackedLayout, rows: RowPlan, bounds: Tensor) -> PackedLay
     own = bounds // cut.context_size
     longest = layout.max_seqlen_q // cut.context_size
     spread = collect = spread_keys = visible = None
-    if layout.num_seqs * longest != len(rows.token):
+    groups = None
+    if layout.num_seqs * longest != len(rows.token) and cut.context_size == 1:
+        groups, collect = _groups(own)
+    elif layout.num_seqs * longest != len(rows.token):
         spread = _padded_places(own, longest)
         collect = rows.sequence * longest + torch.arange(len(rows.token), device=own.device) - own[rows.sequence]
     if cut.context_size > 1:
@@ -90,14 +100,45 @@ def _with_maps(layout: PackedLayout, rows: RowPlan, bounds: Tensor) -> PackedLay
         collect=collect,
         spread_keys=spread_keys,
         visible=visible,
+        groups=groups,
     )
 
 
 def _padded_places(bounds: Tensor, longest: int) -> Tensor:
     """[n * longest]: the row at each place of right-padded sequences, 0 where there is none."""
-    place = torch.arange(longest, device=bounds.device)
-    starts, lengths = bounds[:-1, None], bounds.diff()[:, None]
-    return torch.where(place < lengths, starts + place, 0).flatten()
+    return _places(bounds[:-1], bounds.diff(), longest)
+
+
+def _places(starts: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    place = torch.arange(longest, device=starts.device)
+    return torch.where(place < lengths[:, None], starts[:, None] + place, 0).flatten()
+
+
+def _groups(bounds: Tensor) -> tuple[tuple[tuple[Tensor, int], ...], Tensor]:
+    """Groups of sequences of like length, and for each row its place in the padded groups, one after the other."""
+    lengths = bounds.diff()
+    order = lengths.argsort(descending=True, stable=True)
+    groups, collect, done = [], torch.empty(int(bounds[-1]), dtype=torch.int64, device=bounds.device), 0
+    for first, last in _cuts([int(length) for length in lengths[order].tolist()]):
+        members = order[first:last]
+        longest = int(lengths[members[0]])
+        places = _places(bounds[members], lengths[members], longest)
+        live = (torch.arange(longest, device=bounds.device) < lengths[members, None]).flatten()
+        collect[places[live]] = done + torch.nonzero(live)[:, 0]
+        groups.append((places, last - first))
+        done += len(places)
+    return tuple(groups), collect
+
+
+def _cuts(lengths: list[int]) -> list[tuple[int, int]]:
+    """Of descending lengths: (first, last) of each group, whose members are not much dearer padded to its longest."""
+    cuts, first = [], 0
+    for index, length in enumerate(lengths):
+        longest = lengths[first]
+        if longest**2 - length**2 > max(0.35 * longest**2, LIKE_PAIRS):
+            cuts.append((first, index))
+            first = index
+    return [*cuts, (first, len(lengths))]
 
 
 def _angles(rows: RowPlan) -> Tensor:
@@ -149,24 +190,35 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """[m, heads, d] each (fewer heads in key and value under grouped queries) -> [m, heads * d]."""
         layout = packed_seq_params
+        if layout.groups is not None:
+            assert layout.collect is not None
+            parts = []
+            for places, count in layout.groups:
+                asking, keys, values = (self._spread(x, places, count) for x in (query, key, value))
+                parts.append(self._attend(asking, keys, values, None))
+            return torch.cat(parts).index_select(0, layout.collect)
         if layout.spread_keys is not None:
             both = torch.cat([key, value], 1)
             key, value = gather_from_sequence_parallel_region(both, group=self._context).chunk(2, 1)
         query = self._spread(query, layout.spread, layout.num_seqs)
         places = layout.spread if layout.spread_keys is None else layout.spread_keys
         key, value = (self._spread(x, places, layout.num_seqs) for x in (key, value))
+        out = self._attend(query, key, value, layout.visible)
+        return out if layout.collect is None else out.index_select(0, layout.collect)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+        """[n, heads, longest, d] each -> [n * longest, heads * d]; None of `visible`: plainly causal."""
         out = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=layout.visible,
-            is_causal=layout.visible is None,
+            attn_mask=visible,
+            is_causal=visible is None,
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
             dropout_p=self.config.attention_dropout if self.training else 0.0,
         )
-        out = out.transpose(1, 2).flatten(0, 1).flatten(1)
-        return out if layout.collect is None else out.index_select(0, layout.collect)
+        return out.transpose(1, 2).flatten(0, 1).flatten(1)
 
     @staticmethod
     def _spread(packed: Tensor, places: Tensor | None, num_seqs: int) -> Tensor:

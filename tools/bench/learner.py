@@ -197,8 +197,7 @@ def moerl_step(folder: Path, seqs: list[Any], args: argparse.Namespace) -> Calla
         device=policy.device,
         policy_version=0,
     )
-    count = len(batch.minibatches[0])
-    return lambda: to_floats(policy.update(batch, TokenNll()))["loss"] * count
+    return lambda: to_floats(policy.update(batch, TokenNll()))["loss"]
 
 
 def run_one(args: argparse.Namespace) -> Row:
