@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,19 @@ class ActorCritic:
         """The policy's weights: engines know no critic."""
         return self._policy.export()
 
-    def save(self, folder: Path) -> None:
+    def begin_save(self, folder: Path) -> Callable[[], None]:
         """Both; the critic's files are in a folder of their own inside."""
-        self._policy.save(folder)
-        self._critic.save(folder)
+        works = [self._policy.begin_save(folder), self._critic.begin_save(folder)]
+
+        def write() -> None:
+            for work in works:
+                work()
+
+        return write
+
+    def save(self, folder: Path) -> None:
+        """Both at once."""
+        self.begin_save(folder)()
 
     def load(self, folder: Path) -> None:
         """Restore both, bit for bit.

@@ -53,7 +53,7 @@ from moerl.models.hf_folder import read_config
 from moerl.probe import RouteProbe
 from moerl.protocols import Policy
 from moerl.records import Records, RecordSettings
-from moerl.run_folder import CHECKPOINTS, find_checkpoint, folder_of, is_finished, lock, model_id, prepare
+from moerl.run_folder import CHECKPOINTS, config_id, find_checkpoint, folder_of, is_finished, lock, model_id, prepare
 from moerl.telemetry.progress import Progress
 from moerl.telemetry.sinks import JsonlSink, LoadSink, PassRateSink, Sinks, WandbSink
 from moerl.telemetry.timers import Timers
@@ -91,7 +91,11 @@ def build_run(cfg: RunConfig) -> Run | None:
     with ExitStack() as stack:
         stack.enter_context(lock(folder_of(cfg)))
         store = CheckpointStore(
-            folder_of(cfg) / CHECKPOINTS, keep=cfg.checkpoint.keep, model_id=model_id(cfg.model.path)
+            folder_of(cfg) / CHECKPOINTS,
+            keep=cfg.checkpoint.keep,
+            model_id=model_id(cfg.model.path),
+            config_id=config_id(cfg),
+            in_background=cfg.checkpoint.async_save,
         )
         resume_from = find_checkpoint(cfg, store)
         store.sweep()

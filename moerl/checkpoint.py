@@ -2,21 +2,27 @@
 
 A checkpoint is a folder `step_000010`. It is written under another name, flushed to the disk, given a manifest with
 the size and SHA-256 of every file (and of the manifest itself), and renamed last; it is renamed first when it is
-deleted. So a kill at any moment leaves whole checkpoints only. Nothing in it is a pickle.
+deleted. So a kill at any moment leaves whole checkpoints only, also of one rank, and also of a save in the background.
+Nothing in it is a pickle.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
@@ -31,10 +37,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+"""1 had the learner's state bound to its layout."""
 MANIFEST = "manifest.json"
 LOOP_STATE = "loop.json"
 LEARNER = "learner"
+
+PATIENCE_SECONDS = 1800
+"""How long the leader waits for another rank's part once its own is written."""
 
 _NAME = re.compile(r"step_(\d{6,})")
 _HIDDEN = ".partial-"
@@ -66,57 +76,128 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run folder."""
 
-    def __init__(self, folder: Path, *, keep: int, model_id: str, team: Team | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        model_id: str,
+        config_id: str = "",
+        team: Team | None = None,
+        in_background: bool = False,
+    ) -> None:
         """`model_id` identifies the architecture; a checkpoint of another one is refused.
 
         Args:
             folder: `<run>/checkpoints`; made on the first save. Every rank of `team` must see it.
             keep: newest complete checkpoints to keep, at least 1.
             model_id: digest of the model's configuration.
+            config_id: digest of the run's configuration, for the manifest.
             team: ranks that save together; None is one process.
+            in_background: a save returns once the learner's state is copied, and the rest is done beside training.
         """
         self.folder = folder
         self._keep = max(1, keep)
-        self._model_id = model_id
+        self._ids = {"model_id": model_id, "config_id": config_id}
         self._team: Team = team or Alone()
+        self._background = ThreadPoolExecutor(1, "checkpoint") if in_background else None
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for the save in the background; where something else failed already, that is what is told."""
+        if error is None:
+            self.wait()
+        elif self._pending is not None:
+            wait_for([self._pending])
 
     def save(self, step: int, policy: Policy, loop_state: Mapping[str, Any]) -> Path:
         """Write the checkpoint of `step`, then drop those beyond `keep` and those of later steps.
 
-        Every rank writes its part of the learner into the folder that the leader made; the leader does the rest, and
-        all return once the checkpoint has its name. Later steps are there only where the run went back behind a damaged
-        checkpoint: they are no part of its path.
+        Every rank writes its part of the learner into the folder that the leader made, and the checksums of that; the
+        leader does the rest once all have. Later steps are there only where the run went back behind a damaged
+        checkpoint: they are no part of its path. In the background, what fails is raised by the next call.
 
         Raises:
-            CheckpointError: it could not be written (a full disk, say); earlier checkpoints are untouched.
+            CheckpointError: it, or the one before, could not be written (a full disk, say); earlier ones are untouched.
         """
+        self.wait()
         final = self.folder / f"step_{step:06d}"
         partial = self.folder / f"{_HIDDEN}{final.name}"
-        is_leader = self._team.is_leader
-        with _disk_errors(final):
-            try:
-                if is_leader:
-                    self.sweep()
-                    (partial / LEARNER).mkdir(parents=True)
-                self._team.meet()
-                policy.save(partial / LEARNER)
-                self._team.meet()
-                if is_leader:
-                    self._complete(partial, final, step, loop_state)
-            finally:
-                if is_leader:
-                    shutil.rmtree(partial, ignore_errors=True)  # there only where something failed
-            if is_leader:
-                self._prune(step)
+        learner = partial / LEARNER
+        state = json.dumps(loop_state, allow_nan=False) if self._team.is_leader else ""
+        with _disk_errors(final), ExitStack() as stack:
+            if self._team.is_leader:
+                stack.callback(shutil.rmtree, partial, ignore_errors=True)
+                self.sweep()
+                learner.mkdir(parents=True)
             self._team.meet()
+            in_background = self._background is not None
+            work = policy.begin_save(learner) if in_background else functools.partial(policy.save, learner)
+            stack.pop_all()
+        write = functools.partial(self._write, step, work, state)
+        if self._background is not None:
+            self._pending = self._background.submit(write)
+        else:
+            self._settle(final, write)
         return final
 
-    def _complete(self, partial: Path, final: Path, step: int, loop_state: Mapping[str, Any]) -> None:
-        (partial / LOOP_STATE).write_text(json.dumps(loop_state, allow_nan=False))
-        self._write_manifest(partial, step)
-        _remove(final)
-        partial.rename(final)
-        _sync(self.folder)
+    def wait(self) -> None:
+        """Until the save in the background, if there is one, has its name on every rank.
+
+        Raises:
+            CheckpointError: it could not be written; earlier ones are untouched.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._settle(self.folder, pending.result)
+
+    def _settle(self, target: Path, finish: Callable[[], None]) -> None:
+        """`finish` on every rank; what fails on one fails on all."""
+        failure = None
+        with ExitStack() as stack:
+            if self._team.is_leader:
+                stack.callback(self.sweep)  # what failed; not before every rank is done with it
+            try:
+                finish()
+            except CheckpointError as error:
+                failure = error
+            if self._team.any(failure is not None):
+                raise failure or CheckpointError(f"cannot write {target}: another rank failed, see its message")
+
+    def _write(self, step: int, work: Callable[[], None], state: str) -> None:
+        """This rank's part of a checkpoint, and on the leader, what makes it one."""
+        final = self.folder / f"step_{step:06d}"
+        partial = self.folder / f"{_HIDDEN}{final.name}"
+        with _disk_errors(final):
+            files = self._write_part(partial, work)
+            if not self._team.is_leader:
+                return
+            for other in range(1, self._team.size):
+                files |= _told(partial, other)
+            (partial / LOOP_STATE).write_text(state)
+            left = [path for path in partial.rglob("*") if path.relative_to(partial).as_posix() not in files]
+            files |= _sums(partial, left)
+            self._write_manifest(partial, step, files)
+            _remove(final)
+            partial.rename(final)
+            _sync(self.folder)
+            self._prune(step)
+
+    def _write_part(self, partial: Path, work: Callable[[], None]) -> dict[str, dict[str, Any]]:
+        rank = self._team.rank
+        try:
+            work()
+            files = _sums(partial, (partial / LEARNER).rglob(f"rank_{rank:05d}.*"))
+        except (OSError, SafetensorError) as error:
+            _tell(partial, rank, {"error": str(error)})
+            raise
+        _tell(partial, rank, {"files": files})
+        return files
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending; complete ones only, since the name comes last."""
@@ -137,10 +218,11 @@ class CheckpointStore:
         manifest = _read_manifest(folder / MANIFEST, step)
         for name, entry in ({} if is_checked else manifest["files"]).items():
             _check_file(folder / name, entry)
-        if manifest["model_id"] != self._model_id:
+        found, wanted = manifest["model_id"], self._ids["model_id"]
+        if found != wanted:
             raise _OtherModelError(
-                f"{folder} was made by another model ({manifest['model_id'][:12]}, this one is {self._model_id[:12]}); "
-                "use its own config, or another run.name"
+                f"{folder} was made by another model ({found[:12]}, this one is {wanted[:12]}); use its own config, or "
+                "another run.name"
             )
         return Checkpoint(folder, step, manifest)
 
@@ -169,17 +251,13 @@ class CheckpointStore:
             )
         return None
 
-    def _write_manifest(self, folder: Path, step: int) -> None:
-        files = {}
-        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-            _sync(path)
-            files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        manifest = {"format": FORMAT, "step": step, "model_id": self._model_id, "files": files}
+    def _write_manifest(self, folder: Path, step: int, files: Mapping[str, Any]) -> None:
+        manifest = {"format": FORMAT, "step": step, **self._ids, "files": dict(sorted(files.items()))}
         manifest["sha256"] = _digest(manifest)
         path = folder / MANIFEST
         path.write_text(json.dumps(manifest, indent=1))
-        _sync(path)
-        _sync(folder)
+        for written in (path, *(entry for entry in folder.rglob("*") if entry.is_dir()), folder):
+            _sync(written)
 
     def _prune(self, newest: int) -> None:
         steps = self.steps()
@@ -192,6 +270,50 @@ class CheckpointStore:
         """Clear away what a killed process left half written or half deleted."""
         for path in self.folder.glob(f"{_HIDDEN}*"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _sums(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Flush files of `folder` to the disk; their sizes and checksums by name."""
+    sums = {}
+    for path in sorted(path for path in paths if path.is_file()):
+        _sync(path)
+        sums[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return sums
+
+
+def _note(folder: Path, rank: int) -> Path:
+    return folder / f".rank_{rank:05d}.json"
+
+
+def _tell(folder: Path, rank: int, outcome: Mapping[str, Any]) -> None:
+    """Let the leader know what became of a rank's part. On the disk, where the part is too: no process group is used
+    while training goes on. Whole or not at all.
+    """
+    if rank == 0:
+        return
+    path = _note(folder, rank)
+    with suppress(OSError):  # a disk that takes no note either: the leader gives up by itself
+        path.with_suffix(".new").write_text(json.dumps(outcome))
+        path.with_suffix(".new").rename(path)
+
+
+def _told(folder: Path, rank: int) -> dict[str, Any]:
+    """Wait for what `rank` tells; its files.
+
+    Raises:
+        CheckpointError: it failed, or told nothing for long.
+    """
+    path = _note(folder, rank)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not path.is_file():
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"rank {rank} has not written its part of {folder} in {PATIENCE_SECONDS} s")
+        time.sleep(0.005)
+    outcome = json.loads(path.read_text())
+    path.unlink()
+    if "error" in outcome:
+        raise CheckpointError(f"rank {rank}: {outcome['error']}")
+    return outcome["files"]
 
 
 def _remove(folder: Path) -> None:

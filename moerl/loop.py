@@ -77,7 +77,7 @@ def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> N
         Interrupted: Ctrl-C or SIGTERM came; the state of the last finished step is saved.
         NumericsError: a loss, gradient or weight was not finite; the batch is dumped, and nothing of the step is saved.
     """
-    with StopSignal() as stop, rooms.records:
+    with StopSignal() as stop, rooms.records, rooms.checkpoints:
         first = _resume(rooms, resume_from) if resume_from else _start(rooms)
         for step in range(first, schedule.num_steps + 1):
             metrics = _train_step(rooms, step)
@@ -88,6 +88,7 @@ def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> N
             if schedule.saves(step) or stop.requested:
                 _save(rooms, step)
             if stop.requested and step < schedule.num_steps:
+                rooms.checkpoints.wait()
                 raise Interrupted(f"stopped after step {step} of {schedule.num_steps}; its state is saved")
 
 

@@ -182,8 +182,14 @@ class Policy(Protocol):
         """Every weight under its Hugging Face name, streamed; the order is fixed."""
         ...
 
+    def begin_save(self, folder: Path) -> Callable[[], None]:
+        """Copy weights, optimizer, schedule and RNG; the work writes the copy into `folder`, in any thread, while the
+        policy trains on.
+        """
+        ...
+
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer, schedule and RNG into `folder` (which exists and is empty)."""
+        """Both at once, into `folder` (which exists and is empty)."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -204,8 +210,12 @@ class Critic(Protocol):
         """One optimizer step per minibatch toward the batch's `returns`."""
         ...
 
+    def begin_save(self, folder: Path) -> Callable[[], None]:
+        """As the policy's; everything goes into a folder of its own inside `folder`."""
+        ...
+
     def save(self, folder: Path) -> None:
-        """Write everything into a folder of its own inside `folder`."""
+        """Both at once."""
         ...
 
     def load(self, folder: Path) -> None:

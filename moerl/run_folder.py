@@ -49,6 +49,11 @@ def model_id(path: str) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
+def config_id(cfg: RunConfig) -> str:
+    """SHA-256 of the run's `config.yaml`, which a checkpoint carries to say what it was made with."""
+    return hashlib.sha256(resolved_yaml(cfg).encode()).hexdigest()
+
+
 def find_checkpoint(cfg: RunConfig, store: CheckpointStore) -> Checkpoint | None:
     """The checkpoint to go on from, its configuration held against `cfg`; None to start anew. Writes nothing.
 

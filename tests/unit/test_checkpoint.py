@@ -29,6 +29,10 @@ class FilePolicy:
         save_file({"w": torch.full((self.size,), float(self.step))}, folder / "part.safetensors")
         (folder / "part.json").write_text(json.dumps({"step": self.step}))
 
+    def begin_save(self, folder):
+        copy = FilePolicy(self.step, self.size)
+        return lambda: copy.save(folder)
+
 
 class FailingPolicy(FilePolicy):
     """Fails after its first file."""
@@ -42,8 +46,8 @@ class FailingPolicy(FilePolicy):
         raise self.error
 
 
-def store_of(folder, keep=2, model_id="a" * 64):
-    return CheckpointStore(folder, keep=keep, model_id=model_id)
+def store_of(folder, keep=2, model_id="a" * 64, **options):
+    return CheckpointStore(folder, keep=keep, model_id=model_id, config_id="c" * 64, **options)
 
 
 def filled(folder, *steps, **options):
@@ -63,6 +67,7 @@ def test_what_was_saved_comes_back(tmp_path):
     folder = store_of(tmp_path / "c").save(3, FilePolicy(3), state)
     found = store_of(tmp_path / "c").latest(on_corrupt="refuse")
     assert found is not None
+    assert found.manifest["config_id"] == "c" * 64
     assert found.folder == folder == tmp_path / "c" / "step_000003"
     assert found.loop_state() == state
     assert sorted(found.manifest["files"]) == [f"{LEARNER}/part.json", f"{LEARNER}/part.safetensors", LOOP_STATE]
@@ -237,10 +242,10 @@ def test_a_renamed_folder_is_no_other_step(tmp_path):
 
 
 def test_a_later_version_of_the_format_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("moerl.checkpoint.FORMAT", 2)
+    monkeypatch.setattr("moerl.checkpoint.FORMAT", 3)
     filled(tmp_path, 1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has format 2, this version reads 1"):
+    with pytest.raises(CheckpointError, match="has format 3, this version reads 2"):
         store_of(tmp_path).open(1)
 
 
