@@ -6,7 +6,10 @@ Started by torchrun (or alone) as `checkpoint_worker.py PLAN.json OUT`; builds o
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,11 @@ import torch.distributed as dist
 from learner_worker import algorithm, build, pack, samples
 
 from moerl.algorithms.objective import build_objective
+from moerl.checkpoint import CheckpointStore
 from moerl.mcore.parallel import release_parallel
 from moerl.mcore.policy import MegatronPolicy
 from moerl.metrics import to_floats
+from moerl.world import Alone
 
 
 def train(policy: MegatronPolicy, case: dict[str, Any], steps: int) -> list[dict[str, float]]:
@@ -43,12 +48,61 @@ def save(policy: MegatronPolicy, folder: Path) -> None:
     dist.barrier()
 
 
+class Gloo(Alone):
+    """A team of all ranks."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.is_leader = self.rank == 0
+
+    def meet(self) -> None:
+        dist.barrier()
+
+    def any(self, flag: bool) -> bool:
+        value = torch.tensor(int(flag))
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value)
+
+
+class Dying:
+    """Rank 1 dies while its part is being written, half of its tensors on the disk."""
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self._policy = policy
+
+    def begin_save(self, folder: Path) -> Callable[[], None]:
+        work, rank = self._policy.begin_save(folder), self._policy.parallel.rank
+
+        def write() -> None:
+            work()
+            if rank == 1:
+                path = folder / "rank_00001.safetensors"
+                os.truncate(path, path.stat().st_size // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return write
+
+
+def killed(policy: MegatronPolicy, case: dict[str, Any], folder: Path) -> None:
+    """Save in the background, train, save again: one rank is killed in the middle of that, and so the job ends."""
+    store = CheckpointStore(folder, keep=1, model_id="m", config_id="c", team=Gloo(), in_background=True)
+    store.save(policy.version, policy, {"step": policy.version})
+    train(policy, case, 1)
+    store.wait()
+    print(f"saved {store.steps()}", flush=True)
+    store.save(policy.version, Dying(policy), {"step": policy.version})  # pyright: ignore[reportArgumentType] it only saves
+    train(policy, case, 100)
+
+
 def run(case: dict[str, Any], layout: dict[str, Any], out: Path) -> None:
     """Build, load, train, save, train on; what came out goes to files by the name of the run."""
     section = algorithm(case)
     policy = build(case, layout, section, build_objective(section).needs)
     if "load" in case:
         policy.load(out / case["load"])
+    if "killed" in case:
+        killed(policy, case, out / case["killed"])
     if "gradients" in case:
         objective = build_objective(section)
         made = samples(np.random.default_rng(0), case["shape"], constant=objective.constant_advantage)

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+from moerl.checkpoint import CheckpointStore
 from moerl.shards import Shard, ShardReader
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 420
 TOLERANCE = 2e-5
 """Of `1 + |value|` for metrics; of a tensor's largest entry for gradients; absolute for weights."""
 
@@ -88,6 +89,7 @@ def four_processes():
             "runs": [{"run": "in_cp2", "load": "from_plain", "save": "in_cp2", "after": 2, **DISTRIBUTED}],
         },
         {"sizes": EP4, "runs": [{"run": "in_ep4", "load": "in_pp2", "save": "in_ep4", "after": 2, **DISTRIBUTED}]},
+        {"sizes": TP2_EP2, "runs": [{"run": "killed", "load": "from_plain", "killed": "store", **DISTRIBUTED}]},
     ]
 
 
@@ -96,12 +98,13 @@ def alone_again():
     runs = [
         {"run": "plain_alone", "load": "from_plain", "save": "back_alone", "after": 2},
         {"run": "distributed_alone", "load": "in_ep4", "after": 2},
+        {"run": "after_the_kill", "load": "store/step_000003/learner", "after": 2},
         {"run": "bf16_alone", "load": "bf16_in_pp2", "save": "bf16_back_alone", **BF16},
     ]
     return [{"sizes": {}, "runs": runs}]
 
 
-def start(plan: list[dict], folder: Path, processes: int) -> str:
+def start(plan: list[dict], folder: Path, processes: int, *, dies: bool = False) -> str:
     model = str(folder / "model")
     for layout in plan:
         layout["runs"] = [{**LAYOUTS.case(model, "gspo", "R3", "adam"), **run} for run in layout["runs"]]
@@ -114,8 +117,8 @@ def start(plan: list[dict], folder: Path, processes: int) -> str:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
     )
     errors = [line for line in done.stderr.splitlines() if "Error" in line]
-    assert done.returncode == 0, "\n".join(errors[:8] or done.stderr.splitlines()[-20:])
-    return done.stderr
+    assert bool(done.returncode) == dies, "\n".join(errors[:8] or done.stderr.splitlines()[-20:])
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +126,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     LAYOUTS.save_model(folder / "model")
     start(one_process(), folder, 1)
-    (folder / "four.log").write_text(start(four_processes(), folder, 4))
+    (folder / "four.log").write_text(start(four_processes(), folder, 4, dies=True))
     (folder / "alone.log").write_text(start(alone_again(), folder, 1))
     return folder
 
@@ -178,6 +181,7 @@ CONTINUATIONS = {
     "plain_alone": "plain",
     "distributed_alone": "plain",
     "from_one": "alone",
+    "after_the_kill": "plain",
 }
 
 
@@ -241,3 +245,21 @@ def test_another_layout_says_that_random_numbers_start_anew(folder):
     assert "start from seed" in log
     assert "from_distributed was written" in log
     assert "from_plain was written" in log
+
+
+def test_a_kill_in_the_middle_of_a_save_in_the_background_leaves_the_one_before(folder):
+    """It is whole, and it is what `after_the_kill` went on from; the job ended with the rank that died."""
+    log = (folder / "four.log").read_text()
+    assert "saved [3]" in log
+    assert "Signal 9 (SIGKILL)" in log
+    assert "(local_rank: 1)" in log
+    assert (folder / "store" / ".partial-step_000004" / "learner" / "rank_00001.safetensors").is_file()
+    store = CheckpointStore(folder / "store", keep=1, model_id="m")
+    assert store.steps() == [3]
+    found = store.latest(on_corrupt="refuse")
+    assert found is not None
+    assert found.loop_state() == {"step": 3}
+    assert found.manifest["config_id"] == "c"
+    assert len(found.manifest["files"]) == 9
+    store.sweep()
+    assert [path.name for path in (folder / "store").iterdir()] == ["step_000003"]

@@ -68,9 +68,10 @@ def is_writing(folder: Path, step: int) -> bool:
 def killed_at_three(stage):
     name = "killed_at_three"
     folder = stage.moerl.folder / name
-    process = stage.moerl.start(*stage.moerl.arguments(stage.files.tiny, name=name))
+    background = "checkpoint.async_save=true"
+    process = stage.moerl.start(*stage.moerl.arguments(stage.files.tiny, background, name=name))
     assert kill_at(process, (checkpoint(folder, 3) / MANIFEST).is_file)
-    return stage.moerl.train(stage.files.tiny, "run.resume=required", name=name)
+    return stage.moerl.train(stage.files.tiny, "run.resume=required", background, name=name)
 
 
 def killed_often(stage):
