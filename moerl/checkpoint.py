@@ -9,14 +9,12 @@ Nothing in it is a pickle.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from moerl.errors import DISK_ERRORS, CheckpointError
+from moerl.manifest import MANIFEST, check_file, read_manifest, sums_of, sync, write_manifest
 from moerl.world import Alone
 
 if TYPE_CHECKING:
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
-"""1 had the learner's state bound to its layout."""
-MANIFEST = "manifest.json"
 LOOP_STATE = "loop.json"
 LEARNER = "learner"
 
@@ -181,18 +177,18 @@ class CheckpointStore:
                 files |= _told(partial, other)
             (partial / LOOP_STATE).write_text(state)
             left = [path for path in partial.rglob("*") if path.relative_to(partial).as_posix() not in files]
-            files |= _sums(partial, left)
-            self._write_manifest(partial, step, files)
+            files |= sums_of(partial, left)
+            write_manifest(partial, {"step": step, **self._ids, "files": dict(sorted(files.items()))})
             _remove(final)
             partial.rename(final)
-            _sync(self.folder)
+            sync(self.folder)
             self._prune(step)
 
     def _write_part(self, partial: Path, work: Callable[[], None]) -> dict[str, dict[str, Any]]:
         rank = self._team.rank
         try:
             work()
-            files = _sums(partial, (partial / LEARNER).rglob(f"rank_{rank:05d}.*"))
+            files = sums_of(partial, (partial / LEARNER).rglob(f"rank_{rank:05d}.*"))
         except (OSError, SafetensorError) as error:
             _tell(partial, rank, {"error": str(error)})
             raise
@@ -215,9 +211,9 @@ class CheckpointStore:
         folder = self.folder / f"step_{step:06d}"
         if step not in self.steps():
             raise CheckpointError(f"{folder} is no complete checkpoint; there are steps {self.steps()}")
-        manifest = _read_manifest(folder / MANIFEST, step)
+        manifest = read_manifest(folder / MANIFEST, step)
         for name, entry in ({} if is_checked else manifest["files"]).items():
-            _check_file(folder / name, entry)
+            check_file(folder / name, entry)
         found, wanted = manifest["model_id"], self._ids["model_id"]
         if found != wanted:
             raise _OtherModelError(
@@ -251,14 +247,6 @@ class CheckpointStore:
             )
         return None
 
-    def _write_manifest(self, folder: Path, step: int, files: Mapping[str, Any]) -> None:
-        manifest = {"format": FORMAT, "step": step, **self._ids, "files": dict(sorted(files.items()))}
-        manifest["sha256"] = _digest(manifest)
-        path = folder / MANIFEST
-        path.write_text(json.dumps(manifest, indent=1))
-        for written in (path, *(entry for entry in folder.rglob("*") if entry.is_dir()), folder):
-            _sync(written)
-
     def _prune(self, newest: int) -> None:
         steps = self.steps()
         kept = [step for step in steps if step <= newest][-self._keep :]
@@ -270,15 +258,6 @@ class CheckpointStore:
         """Clear away what a killed process left half written or half deleted."""
         for path in self.folder.glob(f"{_HIDDEN}*"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _sums(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Flush files of `folder` to the disk; their sizes and checksums by name."""
-    sums = {}
-    for path in sorted(path for path in paths if path.is_file()):
-        _sync(path)
-        sums[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    return sums
 
 
 def _note(folder: Path, rank: int) -> Path:
@@ -325,58 +304,11 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _read_manifest(path: Path, step: int) -> dict[str, Any]:
-    try:
-        manifest = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("sha256") != _digest(manifest):
-        raise CheckpointError(f"{path} is damaged (it does not match its own SHA-256)")
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest['format']}, this version reads {FORMAT}; use the version that wrote it"
-        )
-    if manifest["step"] != step:
-        raise CheckpointError(f"{path} is of step {manifest['step']}: the folder was renamed, give it its name back")
-    return manifest
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    kept = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-
-
 def _previous_hint(steps: list[int], step: int) -> str:
     earlier = [s for s in steps if s < step]
     if earlier:
         return f"; checkpoint.on_corrupt=previous goes on from step {earlier[-1]}"
     return "; there is no earlier one: start anew with run.resume=never"
-
-
-def _check_file(path: Path, entry: Mapping[str, Any]) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing from its checkpoint")
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise CheckpointError(
-            f"{path} has {size} bytes, its manifest says {entry['bytes']}: it is truncated or was changed"
-        )
-    if _sha256(path) != entry["sha256"]:
-        raise CheckpointError(f"{path} does not match its SHA-256 in the manifest: it is damaged")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -24,6 +24,8 @@ from moerl.errors import CheckpointError
 
 FORMAT = 2
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int64": torch.int64}
+
 Box = tuple[int, ...]
 """Offsets, or sizes, along every axis of a whole tensor."""
 
@@ -139,7 +141,9 @@ class ShardReader:
         """By name."""
         for rank, described in enumerate(self.ranks):
             for name, tensor in described.pop("tensors").items():
-                shape, dtype = tuple(tensor["shape"]), getattr(torch, tensor["dtype"])
+                shape, dtype = tuple(tensor["shape"]), _DTYPES.get(tensor["dtype"])
+                if dtype is None:
+                    raise CheckpointError(f"{folder}: {name} has the unknown dtype {tensor['dtype']!r}; it is damaged")
                 entry = self.entries.setdefault(name, Entry(shape, dtype))
                 if (entry.shape, entry.dtype) != (shape, dtype):
                     raise CheckpointError(

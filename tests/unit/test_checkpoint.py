@@ -242,7 +242,7 @@ def test_a_renamed_folder_is_no_other_step(tmp_path):
 
 
 def test_a_later_version_of_the_format_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("moerl.checkpoint.FORMAT", 3)
+    monkeypatch.setattr("moerl.manifest.FORMAT", 3)
     filled(tmp_path, 1)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="has format 3, this version reads 2"):

@@ -1,0 +1,92 @@
+"""The manifest of a checkpoint: every file with its size and SHA-256, and what it is a checkpoint of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moerl.errors import CheckpointError
+
+FORMAT = 2
+"""1 had the learner's state bound to its layout."""
+MANIFEST = "manifest.json"
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` with its format and its own checksum, and flush it and all folders to the disk."""
+    manifest = {"format": FORMAT, **content}
+    manifest["sha256"] = _digest(manifest)
+    path = folder / MANIFEST
+    path.write_text(json.dumps(manifest, indent=1))
+    for written in (path, *(entry for entry in folder.rglob("*") if entry.is_dir()), folder):
+        sync(written)
+
+
+def read_manifest(path: Path, step: int) -> dict[str, Any]:
+    """What `write_manifest` wrote.
+
+    Raises:
+        CheckpointError: damaged, of another format, or not of `step`.
+    """
+    try:
+        manifest = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({error})") from error
+    if not isinstance(manifest, dict) or manifest.get("sha256") != _digest(manifest):
+        raise CheckpointError(f"{path} is damaged (it does not match its own SHA-256)")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {manifest['format']}, this version reads {FORMAT}; use the version that wrote it"
+        )
+    if manifest["step"] != step:
+        raise CheckpointError(f"{path} is of step {manifest['step']}: the folder was renamed, give it its name back")
+    return manifest
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    kept = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def sums_of(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Flush files of `folder` to the disk; their sizes and checksums by name."""
+    sums = {}
+    for path in sorted(path for path in paths if path.is_file()):
+        sync(path)
+        sums[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return sums
+
+
+def check_file(path: Path, entry: Mapping[str, Any]) -> None:
+    """Hold a file against its entry.
+
+    Raises:
+        CheckpointError: missing, or another size or checksum.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing from its checkpoint")
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise CheckpointError(
+            f"{path} has {size} bytes, its manifest says {entry['bytes']}: it is truncated or was changed"
+        )
+    if _sha256(path) != entry["sha256"]:
+        raise CheckpointError(f"{path} does not match its SHA-256 in the manifest: it is damaged")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
