@@ -26,7 +26,7 @@ from moerl.reference.sampling import Sampler
 from moerl.rewards.scorer import RewardScorer, build_scorer
 from moerl.rollout.buffer import RolloutBuffer
 from moerl.rollout.collect import Collector
-from moerl.rollout.described import GroupDescriber
+from moerl.rollout.described import DescribedRollouts, GroupDescriber
 from moerl.rollout.engine import engines
 from moerl.rollout.engines.local_engine import LocalEngine, LocalEngineConfig
 from moerl.rollout.resample import ResamplingCollector
@@ -230,8 +230,9 @@ def build_buffer(
         curriculum = Curriculum(filters.prompt, source.num_prompts, cfg.data.refilter, log_visits)
         group_filter = curriculum.group_filter(group_filter)
     collector: Collector | ResamplingCollector = side.collector
+    resampling = None
     if filters.resampling:
-        collector = ResamplingCollector(side.collector, filters.anew, filters.resampling_rounds)
+        collector = resampling = ResamplingCollector(side.collector, filters.anew, filters.resampling_rounds)
     buffer = RolloutBuffer(
         source=source if curriculum is None else curriculum.source(source),
         collector=collector,
@@ -243,6 +244,8 @@ def build_buffer(
         max_error_fraction=cfg.reward.max_error_fraction,
     )
     rollouts = describer.rollouts(buffer)
+    if resampling is not None:
+        rollouts = DescribedRollouts(rollouts, resampling.take)
     return (rollouts if curriculum is None else curriculum.rollouts(rollouts)), source
 
 
@@ -255,7 +258,7 @@ def _asked(cfg: RunConfig, template: PromptTemplate, tokenizer: ChatTokenizer) -
     """`template`, the task rewritten where the environment asks for it in words of its own.
 
     Raises:
-        ConfigError: its arguments are wrong, the tokenizer lacks a string that it needs, or nothing is sampled.
+        ConfigError: its arguments are wrong, or the tokenizer lacks a string that it needs.
     """
     plugin, env_cfg = environments.resolve(cfg.rollout.environment, where="rollout.environment")
     if "check" in plugin.traits:
@@ -267,11 +270,6 @@ def _asked(cfg: RunConfig, template: PromptTemplate, tokenizer: ChatTokenizer) -
             )
     if "rewrite" not in plugin.traits:
         return template
-    if is_supervised(cfg):
-        raise ConfigError(
-            f"rollout.environment={plugin.name} rewrites the task, and rollout.engine=dataset answers with the file's "
-            "completions of the task as it is; use single_turn"
-        )
     return rewritten(template, partial(plugin.traits["rewrite"], env_cfg))
 
 

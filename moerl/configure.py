@@ -49,7 +49,7 @@ def check_plugins(cfg: RunConfig) -> None:
         except ConfigError as error:
             problems.append(str(error))
     if not problems:
-        problems += _engine_rules(cfg)
+        problems += [*_engine_rules(cfg), *_environment_rules(cfg)]
     if problems:
         raise ConfigError(*problems)
 
@@ -70,6 +70,30 @@ def _engine_rules(cfg: RunConfig) -> list[str]:
             "binary_kl (presets dppo_tv, dppo_kl)"
         ]
     return []
+
+
+def _environment_rules(cfg: RunConfig) -> list[str]:
+    """What can be told of the environment without a tokenizer."""
+    from moerl.envs import environments
+    from moerl.rollout.engine import engines
+
+    plugin, env_cfg = environments.resolve(cfg.rollout.environment, where="rollout.environment")
+    found = []
+    try:
+        plugin.traits.get("check", _anything)(env_cfg)
+    except ConfigError as error:
+        found.append(str(error))
+    engine, _ = engines.resolve(cfg.rollout.engine, where="rollout.engine")
+    if "rewrite" in plugin.traits and engine.name == "dataset":
+        found.append(
+            f"rollout.environment={plugin.name} rewrites the task, and rollout.engine=dataset answers with the file's "
+            "completions of the task as it is; use single_turn"
+        )
+    return found
+
+
+def _anything(env_cfg: Any) -> tuple[str, ...]:
+    return ()
 
 
 def _algorithm_rules(values: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from moerl.config.schema import OptimSection
 from moerl.errors import ConfigError, NumericsError
 from moerl.mcore.parallel import ParallelState
-from moerl.metrics import Last, Max, Mean, Metrics
+from moerl.metrics import Last, Max, Mean, Metrics, Sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,12 @@ class Optimizer:
         succeeded, _, _ = self.inner.step()
         assert succeeded
         size = norm.detach().squeeze()
-        return {"optim/grad_norm": Mean(size), "optim/grad_norm_max": Max(size), "optim/lr": Last(rate)}
+        return {
+            "optim/grad_norm": Mean(size),
+            "optim/grad_norm_max": Max(size),
+            "optim/lr": Last(rate),
+            "optim/updates": Sum(1.0 / self.parallel.dp_cp.size),
+        }
 
 
 def _check(section: OptimSection) -> None:

@@ -1,4 +1,4 @@
-"""Rollouts that also say what every completed group of a step is like, the dropped ones included."""
+"""Rollouts that say more in their metrics: what every completed group of a step is like, the dropped ones included."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GroupDescriber:
 
     def rollouts(self, inner: Rollouts) -> Rollouts:
         """`inner`, whose metrics are added to."""
-        return _DescribedRollouts(self, inner)
+        return DescribedRollouts(inner, self.take)
 
     def take(self) -> Metrics:
         """Metrics of the groups since the last call."""
@@ -37,15 +37,18 @@ class GroupDescriber:
         return self._describe(seen)
 
 
-class _DescribedRollouts:
-    def __init__(self, describer: GroupDescriber, inner: Rollouts) -> None:
-        self._describer = describer
+class DescribedRollouts:
+    """`inner`, with `more` in the metrics of every step."""
+
+    def __init__(self, inner: Rollouts, more: Callable[[], Metrics]) -> None:
+        """`more` is asked once a step, when its groups are there."""
         self._inner = inner
+        self._more = more
 
     def take(self, step: int, version: int) -> tuple[list[RolloutGroup], Metrics]:
         """As the inner one."""
         groups, metrics = self._inner.take(step, version)
-        return groups, merge_into(metrics, self._describer.take())
+        return groups, merge_into(metrics, self._more())
 
     def state_dict(self) -> dict[str, Any]:
         """The inner one's."""

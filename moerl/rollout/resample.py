@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from moerl.metrics import Metrics, Sum
 from moerl.rollout.collect import Collector, group_starts
 from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
 
@@ -26,6 +27,7 @@ class ResamplingCollector:
         self._inner = inner
         self._choose = choose
         self._rounds = rounds
+        self._drawn = 0
 
     def collect(
         self,
@@ -61,9 +63,15 @@ class ResamplingCollector:
             drawn += len(answers)
             for (g, place), answer in zip(places, answers, strict=True):
                 groups[g] = _with(groups[g], place, answer.trajectories[0])
+        self._drawn += drawn
         if drawn:
             logger.info("step %d: %d answers were sampled anew", step, drawn)
         return groups
+
+    def take(self) -> Metrics:
+        """`rollout/resampled`: answers that were drawn anew since the last call, those of several rounds each time."""
+        drawn, self._drawn = self._drawn, 0
+        return {"rollout/resampled": Sum(float(drawn))}
 
 
 def _with(group: RolloutGroup, place: int, trajectory: Trajectory) -> RolloutGroup:

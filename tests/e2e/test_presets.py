@@ -70,7 +70,7 @@ METHODS = {
     ),
     "chosen": (
         "algorithm.preset=grpo algorithm.filters=[{name:\\ duplicates,mode:\\ resample},{name:\\ top_k,k:\\ 2}]",
-        {"advantage/masked_samples"},
+        {"advantage/masked_samples", "rollout/resampled"},
     ),
 }
 
@@ -106,6 +106,25 @@ def test_two_steps(tmp_path, name):
     assert expected <= set(last)
     assert math.isfinite(last["loss"])
     assert last["optim/grad_norm"] > 0
+
+
+def test_lopti_makes_two_updates_of_every_minibatch(tmp_path):
+    """Of three minibatches six updates, none of them without a token; one policy version a step as ever."""
+    for name, updates in (("lopti", 6.0), ("dapo", 3.0)):
+        settings = (f"algorithm.preset={name}", "algorithm.filters=[]", "algorithm.refill_rounds=0")
+        rows, _ = run(tmp_path, name, *settings, "batch.num_minibatches=3")
+        assert [row["optim/updates"] for row in rows[1:]] == [updates, updates]
+        assert all("optim/skipped_minibatches" not in row for row in rows)
+
+
+def test_answers_that_are_sampled_anew_are_counted(tmp_path):
+    """A nearly greedy policy repeats itself: up to three of four answers are copies, drawn again in both rounds."""
+    node = "algorithm.filters=[{name: duplicates, mode: resample, rounds: 2}]"
+    rows, _ = run(tmp_path, "copies", "algorithm.preset=reinforce", node, "rollout.temperature=0.2")
+    drawn = [row["rollout/resampled"] for row in rows[1:]]
+    assert all(0 < count <= 2 * 3 * 6 and count == int(count) for count in drawn)
+    rows, _ = run(tmp_path, "plain", "algorithm.preset=reinforce", "rollout.temperature=0.2")
+    assert all("rollout/resampled" not in row for row in rows)
 
 
 REMEMBERS = {

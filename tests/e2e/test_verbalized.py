@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,55 @@ def test_responses_with_candidates_in_them_are_trained_on(tmp_path: Path) -> Non
         assert row["rollout/verbalized_entropy"] == 0.0
         assert row["reward/mean"] == row["reward/size_of_test"] > 0.0
         assert row["optim/grad_norm"] > 0.0
+
+
+PLUS = (
+    "rollout.environment={name: verbalized, num_candidates: 3, min_candidates: 2, prompt: '{question}', "
+    "text_open: '+', text_close: '=', probability_open: '1', probability_close: ','}"
+)
+"""In a worked answer such as `9+8=17,17+1=18,18-5=13` each sum of ten and more is a candidate: `8` by 7, `1` by 8."""
+
+
+def tasks(path: Path) -> str:
+    """Tasks whose worked answers hold two sums between 10 and 19."""
+    rows = []
+    for a, b, c, d in itertools.product((9, 8), (8, 7, 6), (1, 2), (5, 3)):
+        rows.append({"prompt": f"{a}+{b}+{c}-{d}=?", "answer": str(a + b + c - d)})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"data.train=[{{name: sums, source: {{name: file, path: {path}}}}}]"
+
+
+def test_responses_of_several_candidates_get_the_mean_of_their_rewards(tmp_path: Path) -> None:
+    """The policy's own tokens with its own logprobs; every record's reward is worked out again from its text."""
+    data = (tasks(tmp_path / "sums.jsonl"), "rollout.prompts_per_step=16", "telemetry.samples_per_step=16")
+    rows = run(tmp_path, PLUS, "reward.max_error_fraction=1.0", *data, *SIZE)
+    several = 0
+    for line in (tmp_path / "vs" / "samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        if sample["status"] != "ok":
+            assert "verbalized malformed" in sample["error"]
+            continue
+        found = re.findall(r"\+([0-9])=1([0-9]),", sample["response"])[:3]
+        total = sum(float(weight) for _, weight in found)
+        assert len({answer for answer, _ in found}) >= 2
+        assert total > 0
+        wanted = sum(float(answer) / 10 * float(weight) / total for answer, weight in found)
+        assert sample["reward"] == pytest.approx(wanted)
+        several += 1
+    assert several >= 3
+    for row in rows[1:]:
+        assert 0.0 < row["rollout/verbalized_malformed"] < 1.0
+        assert row["rollout/verbalized_entropy"] > 0.0
+        assert row["optim/grad_norm"] > 0.0
+        assert row["optim/updates"] == 1.0
+        assert row["mm/logp_abs_max"] < 1e-3, "what is trained on is what was sampled"
+
+
+def test_the_files_completions_are_no_verbalised_answers() -> None:
+    """Told without reading a file or a tokenizer."""
+    node = "rollout.environment={name: verbalized, num_candidates: 1, min_candidates: 2}"
+    with pytest.raises(ConfigError, match=r"num_candidates=1 must be 2 or more(?s:.*)rollout.engine=dataset answers"):
+        load("configs/demo/sft.yaml", [node])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moerl.algorithms.duplicates import copies
+from moerl.metrics import to_floats
 from moerl.rollout.resample import FIRST_INDEX, ResamplingCollector
 from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
 
@@ -49,6 +50,8 @@ def test_copies_are_replaced_and_others_stay():
     groups = collector.collect([prompt("a")], step=1, group_size=3, params=PARAMS)
     assert answers(groups) == [[5, 100, 101]]
     assert len(inner.asked) == 5
+    assert to_floats(collector.take()) == {"rollout/resampled": 2.0}
+    assert to_floats(collector.take()) == {"rollout/resampled": 0.0}
 
 
 def test_what_is_still_a_copy_after_the_rounds_stays():
