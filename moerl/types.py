@@ -365,11 +365,6 @@ class RouterStats:
     """[t, l, e] float32: log q over all experts; None where only the sets were kept."""
 
 
-def device_of(batch: StepBatch) -> torch.device:
-    """The device that the batch's tensors live on."""
-    return batch.minibatches[0][0].token_ids.device
-
-
 def join_sampled(batch: MicroBatch, top_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     """[t, k + 1]: a policy's logprobs on the engine's likeliest tokens [t, k] and on the sampled token [t].
 

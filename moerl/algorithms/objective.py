@@ -31,7 +31,7 @@ from moerl.algorithms.types import (
 )
 from moerl.config.schema import AlgorithmSection, EntropySection, KLSection, RouterShiftSection
 from moerl.errors import ConfigError
-from moerl.metrics import Mean, Metrics
+from moerl.metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,6 @@ class Objective:
         """The correction at `x`, and which tokens [t] bool may be trained on at all: live, and all they need finite."""
         clean = sanitise(x, reads_rollout_logprobs=self.reads_rollout_logprobs)
         return self.policy.correct(clean.inputs, self.policy.correction_config), clean.inputs.mask
-
-    def correction_mean(self, x: LossInputs) -> Mean:
-        """This micro-batch's part of the constant `correction_mean`; merge over micro-batches and ranks."""
-        corrected, usable = self.correct(x)
-        return token_mean(corrected.weight, usable & corrected.keep)
 
     def _policy_losses(self, clean: CleanInputs) -> tuple[Tensor, Metrics]:
         term, x = self.policy, clean.inputs

@@ -64,7 +64,6 @@ class MegatronPolicy:
         """Completed updates: the step of the learning-rate schedule."""
         self.device = torch.device(torch.cuda.current_device())
         self.num_experts = int(kwargs["num_moe_experts"])
-        self.num_moe_layers = len(source.moe_layers)
         self.topk = int(kwargs["moe_router_topk"])
         self.parallel = parallel
         self._weights = weights

@@ -94,14 +94,6 @@ def test_a_loss_that_promises_its_slope_must_give_it(batch_v, monkeypatch):
         trust_regions._plugins.update(before)
 
 
-def test_the_mean_correction_weight_is_over_what_is_kept(batch_v):
-    objective = build_objective(AlgorithmSection(trust=UNBOUNDED, correction={"name": "mis", "max": 1.1}))
-    found = to_floats({"mean": objective.correction_mean(uniform(batch_v, batch_v.now))})["mean"]
-    u = (batch_v.old - batch_v.rollout).exp()
-    assert found == pytest.approx(u[u <= 1.1].mean().item(), rel=1e-12)
-    assert (u > 1.1).any()
-
-
 def test_no_correction_weighs_nothing_and_keeps_everything(batch_v):
     plugin, cfg = corrections.resolve({"name": "none"})
     found = plugin.target(uniform(batch_v, batch_v.now.clone().requires_grad_()), cfg)
