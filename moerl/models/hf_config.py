@@ -87,12 +87,32 @@ def refuse_active(hf: Mapping[str, Any], name: str, inactive: tuple[Any, ...] = 
 
 
 def plain_rope_theta(hf: Mapping[str, Any]) -> float:
-    """The base of an unscaled rotary embedding, from the old place (top level) or the new one (`rope_parameters`).
+    """The base of an unscaled rotary embedding over whole heads, from the old place (top level) or the new one
+    (`rope_parameters`).
 
     Raises:
         CheckpointError: no base anywhere, two that differ, a scaling type, or a partial rotation.
     """
-    bases = {"rope_theta": hf.get("rope_theta")}
+    for container in ("rope_scaling", "rope_parameters"):
+        refuse_active(hf.get(container) or {}, "partial_rotary_factor", (None, 1, 1.0))
+    refuse_active(hf, "partial_rotary_factor", (None, 1, 1.0))
+    return _rope_value(hf, "rope_theta")
+
+
+def partial_rope(hf: Mapping[str, Any]) -> tuple[float, float]:
+    """(base, rotated share of each head) of an unscaled rotary embedding, from the old or the new place.
+
+    Raises:
+        CheckpointError: either is missing or written twice with two values, a scaling type, or a share outside (0, 1].
+    """
+    share = _rope_value(hf, "partial_rotary_factor")
+    if not 0 < share <= 1:
+        raise CheckpointError(f"config.json: partial_rotary_factor is {share}; it must be in (0, 1]")
+    return _rope_value(hf, "rope_theta"), share
+
+
+def _rope_value(hf: Mapping[str, Any], name: str) -> float:
+    found = {name: hf.get(name)}
     for container in ("rope_scaling", "rope_parameters"):
         values = hf.get(container) or {}
         kind = values.get("rope_type", values.get("type", "default"))
@@ -100,16 +120,14 @@ def plain_rope_theta(hf: Mapping[str, Any]) -> float:
             raise CheckpointError(
                 f"config.json: {container} has type {kind!r}, which is not supported (allowed: 'default')"
             )
-        refuse_active(values, "partial_rotary_factor", (None, 1, 1.0))
         extra = sorted(values.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
         if extra:
             raise CheckpointError(f"config.json: {container} has {', '.join(extra)}, which unscaled rope does not use")
-        bases[f"{container}.rope_theta"] = values.get("rope_theta")
-    refuse_active(hf, "partial_rotary_factor", (None, 1, 1.0))
-    given = {name: float(value) for name, value in bases.items() if value is not None}
+        found[f"{container}.{name}"] = values.get(name)
+    given = {place: float(value) for place, value in found.items() if value is not None}
     if not given:
         raise CheckpointError(
-            "config.json: rope_theta is missing (looked at the top level and in rope_parameters); add it"
+            f"config.json: {name} is missing (looked at the top level and in rope_parameters); add it"
         )
     if len(set(given.values())) > 1:
         raise CheckpointError(f"config.json: {given} contradict each other; keep one of them")

@@ -61,7 +61,70 @@ SAMPLES = {
             num_experts_per_tok=2,
             norm_topk_prob=True,
         ),
-    }
+    },
+    "qwen2_moe": {
+        "released_kind": dict(
+            vocab_size=37,
+            hidden_size=24,
+            intermediate_size=28,
+            moe_intermediate_size=12,
+            shared_expert_intermediate_size=20,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            num_experts=5,
+            num_experts_per_tok=3,
+            mlp_only_layers=[1],
+        ),
+        "no_bias_tied": dict(
+            vocab_size=41,
+            hidden_size=16,
+            intermediate_size=16,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            num_experts=16,
+            num_experts_per_tok=2,
+            qkv_bias=False,
+            norm_topk_prob=True,
+            tie_word_embeddings=True,
+        ),
+    },
+    "glm4_moe": {
+        "large_kind": dict(
+            vocab_size=37,
+            hidden_size=20,
+            intermediate_size=28,
+            moe_intermediate_size=12,
+            n_shared_experts=3,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=6,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            first_k_dense_replace=2,
+            routed_scaling_factor=2.5,
+            attention_bias=True,
+            use_qk_norm=True,
+        ),
+        "air_kind_with_groups": dict(
+            vocab_size=41,
+            hidden_size=16,
+            intermediate_size=16,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=8,
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            n_group=4,
+            topk_group=2,
+        ),
+    },
 }
 CASES = [(family, sample) for family in SAMPLES for sample in SAMPLES[family]]
 
@@ -76,8 +139,9 @@ class Checkpoint:
         model_class = getattr(transformers, architecture)
         torch.manual_seed(0)
         model = model_class(model_class.config_class(**SAMPLES[family][sample]))
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter)
+        for name, tensor in model.state_dict().items():
+            if "inv_freq" not in name:  # parameters, and the bias of sigmoid routers, which is a buffer
+                torch.nn.init.normal_(tensor)
         model.save_pretrained(folder)
         self.folder = folder
         self.in_memory: dict[str, Tensor] = {name: value.detach() for name, value in model.state_dict().items()}

@@ -1,0 +1,263 @@
+"""What decoders with grouped-query attention and routed experts share: their shape, their rules, their settings.
+
+A family reads config.json into a `DecoderShape`; the rules, the fused places and the common settings follow from it, so
+that a tensor's name is written once for all families that use it.
+
+Letters: L layers, h hidden, f width of an expert, E experts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moerl.errors import CheckpointError
+from moerl.models.family import FusedSlice, HFConfig
+from moerl.models.hf_config import required
+from moerl.models.rules import QKV, Copy, GateUp, Rule, Vocab
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """The fields of config.json, checked."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    """Key and value heads."""
+    head_dim: int
+    dense_width: int
+    expert_width: int
+    experts: int
+    topk: int
+    vocab: int
+    is_moe: tuple[bool, ...]
+    """[L]."""
+    is_tied: bool
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    has_expert_bias: bool = False
+    """The routers add a bias to their scores, for the choice alone (`e_score_correction_bias`)."""
+    shared_width: int = 0
+    """Width of what runs for every token beside the routed experts; 0 for none."""
+    shared_name: str = ""
+    """Under which `mlp.<name>` holds it."""
+    shared_gate: str = ""
+    """Under which `mlp.<name>.weight` holds the gate on it; empty for none."""
+
+
+def attention_sizes(hf: HFConfig) -> dict[str, int]:
+    """Layers, widths, heads, experts and vocabulary; what nearly all families spell alike.
+
+    Raises:
+        CheckpointError: a field is missing, or heads are not a multiple of key and value heads.
+    """
+    heads, hidden = required(hf, int, "num_attention_heads"), required(hf, int, "hidden_size")
+    sizes = {
+        "layers": required(hf, int, "num_hidden_layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "groups": required(hf, int, "num_key_value_heads"),
+        # transformers derives a missing head_dim in these families
+        "head_dim": hidden // heads if hf.get("head_dim") is None else required(hf, int, "head_dim"),
+        "dense_width": required(hf, int, "intermediate_size"),
+        "expert_width": required(hf, int, "moe_intermediate_size"),
+        "topk": required(hf, int, "num_experts_per_tok"),
+        "vocab": required(hf, int, "vocab_size"),
+    }
+    if heads % sizes["groups"]:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {sizes['groups']}"
+        )
+    return sizes
+
+
+def check_topk(topk: int, experts: int, field: str) -> None:
+    """Raises CheckpointError where a token would take more experts than `field` says there are."""
+    if topk > experts:
+        raise CheckpointError(f"config.json: num_experts_per_tok {topk} exceeds {field} {experts}")
+
+
+def sparse_step_layers(hf: HFConfig, layers: int) -> tuple[bool, ...]:
+    """Layer i is MoE when the step divides i + 1 and i is not listed: another phase than Megatron's integer form.
+
+    Raises:
+        CheckpointError: a step below 1, or a listed layer that does not exist.
+    """
+    step = required(hf, int, "decoder_sparse_step")
+    if step < 1:
+        raise CheckpointError(f"config.json: decoder_sparse_step is {step}; it must be at least 1")
+    dense = set(hf.get("mlp_only_layers") or [])
+    outside = sorted(dense - set(range(layers)))
+    if outside:
+        raise CheckpointError(f"config.json: mlp_only_layers names {outside}, but there are only {layers} layers")
+    return tuple((i + 1) % step == 0 and i not in dense for i in range(layers))
+
+
+def refuse_other_attention(hf: HFConfig) -> None:
+    """Raises CheckpointError where `layer_types` has anything but full attention."""
+    odd_types = sorted(set(hf.get("layer_types") or []) - {"full_attention"})
+    if odd_types:
+        raise CheckpointError(f"config.json: layer_types has {odd_types}, not supported (allowed: 'full_attention')")
+
+
+def decoder_kwargs(shape: DecoderShape, hf: HFConfig) -> dict[str, Any]:
+    """Megatron settings that follow from the shape; scores of the router and rotary embedding are the family's."""
+    settings: dict[str, Any] = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.groups,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.dense_width,
+        "qk_layernorm": shape.has_qk_norm,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": required(hf, float, "rms_norm_eps"),
+        "activation_func": "silu",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.has_qkv_bias,
+        "rotary_interleaved": False,
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.expert_width,
+        "moe_layer_freq": [int(is_moe) for is_moe in shape.is_moe],
+        "moe_router_topk": shape.topk,
+        "vocab_size": shape.vocab,
+        "max_sequence_length": required(hf, int, "max_position_embeddings"),
+        "share_embeddings_and_output_weights": shape.is_tied,
+        "position_embedding_type": "rope",
+    }
+    if shape.has_expert_bias:
+        settings["moe_router_enable_expert_bias"] = True
+    if shape.shared_width:
+        settings["moe_shared_expert_intermediate_size"] = shape.shared_width
+        settings["moe_shared_expert_gate"] = bool(shape.shared_gate)
+    return settings
+
+
+class DecoderFamily(ABC):
+    """What a family of such decoders need not write: rules, fused places and ignored names follow from its shape."""
+
+    @abstractmethod
+    def shape(self, hf: HFConfig) -> DecoderShape:
+        """From config.json, checked.
+
+        Raises:
+            CheckpointError: a field is missing, unknown, or has a value that is not supported; names it.
+        """
+
+    def weight_rules(self, hf: HFConfig, *, vocab_multiple: int = 1) -> list[Rule]:
+        """Embedding, layers in order, final norm, and the output layer where it is not tied."""
+        shape = self.shape(hf)
+        rules: list[Rule] = [
+            _vocab_rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape, vocab_multiple)
+        ]
+        for layer, is_moe in enumerate(shape.is_moe):
+            rules += _attention_rules(shape, layer)
+            rules += _moe_rules(shape, layer) if is_moe else _dense_rules(shape, layer)
+        rules.append(_copy("decoder.final_layernorm.weight", "model.norm.weight", (shape.hidden,)))
+        if not shape.is_tied:
+            rules.append(_vocab_rule("output_layer.weight", "lm_head.weight", shape, vocab_multiple))
+        return rules
+
+    def fused_slices(self, hf: HFConfig) -> dict[str, FusedSlice]:
+        """transformers 5 keeps [E, 2 f, h] (gate first) and [E, h, f] per MoE layer."""
+        shape = self.shape(hf)
+        slices: dict[str, FusedSlice] = {}
+        width = shape.expert_width
+        for layer, is_moe in enumerate(shape.is_moe):
+            experts = f"model.layers.{layer}.mlp.experts"
+            for e in range(shape.experts if is_moe else 0):
+                slices[f"{experts}.{e}.gate_proj.weight"] = FusedSlice(f"{experts}.gate_up_proj", e, 0, width)
+                slices[f"{experts}.{e}.up_proj.weight"] = FusedSlice(f"{experts}.gate_up_proj", e, width, 2 * width)
+                slices[f"{experts}.{e}.down_proj.weight"] = FusedSlice(f"{experts}.down_proj", e, 0, shape.hidden)
+        return slices
+
+    def ignored_names(self, hf: HFConfig) -> tuple[str, ...]:
+        """Rotary tables of old files, and the copy of the embedding that some tied checkpoints carry."""
+        rotary = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+        return (rotary, r"lm_head\.weight") if self.shape(hf).is_tied else (rotary,)
+
+
+def _copy(megatron: str, name: str, shape: tuple[int, ...], layer: int | None = None, axis: int | None = None) -> Copy:
+    return Copy(megatron_name=megatron, hf_names=(name,), hf_shapes=(shape,), tensor_axis=axis, layer=layer)
+
+
+def _vocab_rule(megatron: str, name: str, shape: DecoderShape, multiple: int) -> Vocab:
+    rows = (shape.vocab, shape.hidden)
+    return Vocab(megatron_name=megatron, hf_names=(name,), hf_shapes=(rows,), tensor_axis=0, multiple=multiple)
+
+
+def _attention_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
+    hf, megatron = f"model.layers.{layer}", f"decoder.layers.{layer}"
+    h, d = shape.hidden, shape.head_dim
+    rows = (shape.heads * d, shape.groups * d, shape.groups * d)
+    yield _copy(f"{megatron}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (h,), layer)
+    for kind in ("weight", "bias") if shape.has_qkv_bias else ("weight",):
+        yield QKV(
+            megatron_name=f"{megatron}.self_attention.linear_qkv.{kind}",
+            hf_names=tuple(f"{hf}.self_attn.{part}_proj.{kind}" for part in "qkv"),
+            hf_shapes=tuple((n, h) if kind == "weight" else (n,) for n in rows),
+            tensor_axis=0,
+            layer=layer,
+            num_heads=shape.heads,
+            num_query_groups=shape.groups,
+            head_dim=d,
+        )
+    for part in "qk" if shape.has_qk_norm else "":
+        norm = f"{megatron}.self_attention.{part}_layernorm.weight"
+        yield _copy(norm, f"{hf}.self_attn.{part}_norm.weight", (d,), layer)
+    proj = f"{megatron}.self_attention.linear_proj.weight"
+    yield _copy(proj, f"{hf}.self_attn.o_proj.weight", (h, shape.heads * d), layer, axis=1)
+    yield _copy(f"{megatron}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (h,), layer)
+
+
+def _moe_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
+    hf, megatron = f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp"
+    yield _copy(f"{megatron}.router.weight", f"{hf}.gate.weight", (shape.experts, shape.hidden), layer)
+    if shape.has_expert_bias:
+        yield Copy(
+            megatron_name=f"{megatron}.router.expert_bias",
+            hf_names=(f"{hf}.gate.e_score_correction_bias",),
+            hf_shapes=((shape.experts,),),
+            layer=layer,
+            keeps_float32=True,
+        )
+    if shape.shared_width:
+        inner = f"{megatron}.shared_experts"
+        yield from _mlp_rules(f"{hf}.{shape.shared_name}", inner, shape.hidden, shape.shared_width, layer)
+    if shape.shared_gate:
+        gate = f"{megatron}.shared_experts.gate_weight"
+        yield _copy(gate, f"{hf}.{shape.shared_gate}.weight", (1, shape.hidden), layer)
+    for e in range(shape.experts):
+        expert = f"{megatron}.experts.local_experts.{e}"
+        yield from _mlp_rules(f"{hf}.experts.{e}", expert, shape.hidden, shape.expert_width, layer, e)
+
+
+def _dense_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
+    hf, megatron = f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp"
+    yield from _mlp_rules(hf, megatron, shape.hidden, shape.dense_width, layer)
+
+
+def _mlp_rules(
+    hf: str, megatron: str, hidden: int, width: int, layer: int, expert: int | None = None
+) -> Iterator[Rule]:
+    yield GateUp(
+        megatron_name=f"{megatron}.linear_fc1.weight",
+        hf_names=(f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"),
+        hf_shapes=((width, hidden), (width, hidden)),
+        tensor_axis=0,
+        layer=layer,
+        expert=expert,
+    )
+    yield Copy(
+        megatron_name=f"{megatron}.linear_fc2.weight",
+        hf_names=(f"{hf}.down_proj.weight",),
+        hf_shapes=((hidden, width),),
+        tensor_axis=1,
+        layer=layer,
+        expert=expert,
+    )
