@@ -203,7 +203,7 @@ def _router_shift(out: ModelOutput, micro: MicroBatch, routing: str) -> Tensor:
     if routing == "R3" and micro.routes is not None:
         has_route = torch.ones_like(micro.mask) if micro.has_route is None else micro.has_route
         active = torch.where(has_route[:, None, None], micro.routes, active)
-    new = out.router_logits.detach().softmax(-1).clamp(min=PROBABILITY_FLOOR).log().gather(-1, active)
+    new = out.router_probs.detach().clamp(min=PROBABILITY_FLOOR).log().gather(-1, active)
     old = micro.old_router_logprobs.clamp(min=torch.tensor(PROBABILITY_FLOOR).log().item())
     gamma = (-(new - old).abs().mean((-1, -2))).exp()
     return torch.where(micro.position_ids == 0, 1.0, gamma.roll(1))

@@ -224,7 +224,7 @@ def _moe_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
             hf_names=(f"{hf}.gate.e_score_correction_bias",),
             hf_shapes=((shape.experts,),),
             layer=layer,
-            keeps_float32=True,
+            is_buffer=True,
         )
     if shape.shared_width:
         inner = f"{megatron}.shared_experts"

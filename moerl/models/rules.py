@@ -37,8 +37,8 @@ class Rule(ABC):
     """Global layer number, 0-based; None outside the layers."""
     expert: int | None = None
     """Global expert number; such a parameter is sharded by the expert-tensor axis and placed by the expert axis."""
-    keeps_float32: bool = False
-    """The parameter is float32 in every precision, in training, in files and on its way to engines."""
+    is_buffer: bool = False
+    """No optimizer moves it, and it is float32 in every precision: in training, in files, on its way to engines."""
 
     num_blocks: ClassVar[int] = 1
     """Equal parts along `tensor_axis` that are sharded each on its own (gate and up: 2)."""

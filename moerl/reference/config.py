@@ -1,4 +1,4 @@
-"""Shape of a Qwen3-MoE, read from a Hugging Face `config.json`; what is not implemented is refused by name."""
+"""Shape of a model, read from a Hugging Face `config.json`; what is not implemented is refused by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from moerl.errors import ConfigError
 
-_REQUIRED = (
+_SIZES = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
@@ -19,15 +19,59 @@ _REQUIRED = (
     "num_experts_per_tok",
     "moe_intermediate_size",
 )
-_ONLY = {
-    "model_type": ("qwen3_moe", None),
+_PLAIN = {
     "hidden_act": ("silu", "silu"),
-    "attention_bias": (False, False),
     "use_sliding_window": (False, False),
-    "partial_rotary_factor": (1.0, 1.0),
     "quantization_config": (None, None),
 }
-"""key -> (the one value that is implemented, what Hugging Face assumes where the key is absent)."""
+_ONLY: dict[str, dict[str, tuple[Any, Any]]] = {
+    "qwen3_moe": {**_PLAIN, "attention_bias": (False, False), "partial_rotary_factor": (1.0, 1.0)},
+    "qwen2_moe": {**_PLAIN, "partial_rotary_factor": (1.0, 1.0)},
+    "glm4_moe": {**_PLAIN, "scoring_func": ("sigmoid", "sigmoid"), "topk_method": ("noaux_tc", "noaux_tc")},
+}
+"""model_type -> key -> (the one value that is implemented, what Hugging Face assumes where the key is absent)."""
+_ALSO = {
+    "qwen3_moe": (),
+    "qwen2_moe": ("shared_expert_intermediate_size",),
+    "glm4_moe": (
+        "n_group",
+        "topk_group",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "routed_scaling_factor",
+        "use_qk_norm",
+        "attention_bias",
+        "intermediate_size",
+    ),
+}
+"""model_type -> keys that must be there beside the sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """What runs for every token beside the routed experts."""
+
+    name: str
+    """Under which `mlp.<name>` holds it."""
+    size: int
+    """Inner width."""
+    gate: str = ""
+    """Under which `mlp.<name>.weight` holds a gate on it; empty for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """How scores become a choice of experts and their weights."""
+
+    is_sigmoid: bool = False
+    """Scores are sigmoids of the logits, with a bias added for the choice alone; else a softmax."""
+    is_normalised: bool = True
+    """A token's weights are divided by their sum."""
+    factor: float = 1.0
+    """And multiplied by this."""
+    num_groups: int = 1
+    groups_per_token: int = 1
+    """Experts come from so many groups, those with the largest sum of their two best scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +92,15 @@ class ReferenceConfig:
     """Inner width of a layer without experts; 0 where there is none."""
     moe_layers: tuple[int, ...]
     """Which layers have experts; their order is the `l` axis of routes and router logits."""
-    norm_topk_prob: bool
+    router: RouterConfig
     rope_theta: float
+    rotary_dim: int
+    """Leading part of each head that is rotated."""
     rms_norm_eps: float
     tied_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    shared: SharedExpert | None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ReferenceConfig:
@@ -78,12 +127,10 @@ class ReferenceConfig:
         Raises:
             ConfigError: a key that is missing, or has a value that is not implemented here; names it.
         """
-        _refuse_unimplemented(raw, where)
-        experts = _num_experts(raw, where)
+        kind = raw.get("model_type", "qwen3_moe")
+        _refuse_unimplemented(raw, kind, where)
         layers = int(raw["num_hidden_layers"])
-        sparse_step = int(raw.get("decoder_sparse_step", 1))
-        dense = {int(i) for i in raw.get("mlp_only_layers") or ()}
-        moe_layers = tuple(i for i in range(layers) if i not in dense and (i + 1) % sparse_step == 0)
+        moe_layers = _moe_layers(raw, kind, layers)
         if len(moe_layers) < layers and "intermediate_size" not in raw:
             raise ConfigError(f"{where}: intermediate_size is missing, and layers without experts need it")
         heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
@@ -92,43 +139,83 @@ class ReferenceConfig:
                 f"{where}: num_attention_heads={heads} is no multiple of "
                 f"num_key_value_heads={raw['num_key_value_heads']}"
             )
+        head_dim = int(raw.get("head_dim") or hidden // heads)
+        share = 0.5 if kind == "glm4_moe" else 1.0
         return cls(
             vocab_size=int(raw["vocab_size"]),
             hidden_size=hidden,
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=int(raw["num_key_value_heads"]),
-            head_dim=int(raw.get("head_dim") or hidden // heads),
-            num_experts=experts,
+            head_dim=head_dim,
+            num_experts=_num_experts(raw, where),
             experts_per_token=int(raw["num_experts_per_tok"]),
             expert_size=int(raw["moe_intermediate_size"]),
             dense_size=int(raw["intermediate_size"]) if len(moe_layers) < layers else 0,
             moe_layers=moe_layers,
-            norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
-            rope_theta=_rope_theta(raw, where),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            router=_router(raw, kind),
+            rope_theta=_rope(raw, "rope_theta", None, where),
+            rotary_dim=int(head_dim * _rope(raw, "partial_rotary_factor", share, where)),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-5 if kind == "glm4_moe" else 1e-6)),
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qk_norm=kind == "qwen3_moe" or bool(raw.get("use_qk_norm", False)),
+            qkv_bias=bool(raw.get("qkv_bias", True)) if kind == "qwen2_moe" else bool(raw.get("attention_bias", False)),
+            shared=_shared(raw, kind),
         )
 
 
-def _refuse_unimplemented(raw: Mapping[str, Any], where: str) -> None:
-    for key, (implemented, absent) in _ONLY.items():
+def _refuse_unimplemented(raw: Mapping[str, Any], kind: Any, where: str) -> None:
+    if kind not in _ONLY:
+        raise ConfigError(
+            f"{where}: model_type={kind!r} is not implemented by the reference model, only {', '.join(_ONLY)} are; "
+            "use a folder of one of these, or an engine that knows this model"
+        )
+    for key, (implemented, absent) in _ONLY[kind].items():
         value = raw.get(key, absent)
         if value != implemented:
             raise ConfigError(
                 f"{where}: {key}={value!r} is not implemented by the reference model, only {implemented!r} is; "
-                "use a Qwen3-MoE folder, or an engine that knows this model"
+                "use a folder without it, or an engine that knows this model"
             )
-    missing = [key for key in _REQUIRED if key not in raw]
+    missing = [key for key in (*_SIZES, *_ALSO[kind]) if key not in raw]
     if missing:
         raise ConfigError(f"{where}: {', '.join(missing)} missing; copy config.json anew from the model's source")
 
 
+def _moe_layers(raw: Mapping[str, Any], kind: str, layers: int) -> tuple[int, ...]:
+    if kind == "glm4_moe":
+        return tuple(range(int(raw["first_k_dense_replace"]), layers))
+    sparse_step = int(raw.get("decoder_sparse_step", 1))
+    dense = {int(i) for i in raw.get("mlp_only_layers") or ()}
+    return tuple(i for i in range(layers) if i not in dense and (i + 1) % sparse_step == 0)
+
+
+def _router(raw: Mapping[str, Any], kind: str) -> RouterConfig:
+    if kind != "glm4_moe":
+        return RouterConfig(is_normalised=bool(raw.get("norm_topk_prob", False)))
+    return RouterConfig(
+        is_sigmoid=True,
+        is_normalised=bool(raw.get("norm_topk_prob", True)),
+        factor=float(raw["routed_scaling_factor"]),
+        num_groups=int(raw["n_group"]),
+        groups_per_token=int(raw["topk_group"]),
+    )
+
+
+def _shared(raw: Mapping[str, Any], kind: str) -> SharedExpert | None:
+    if kind == "qwen2_moe":
+        return SharedExpert("shared_expert", int(raw["shared_expert_intermediate_size"]), "shared_expert_gate")
+    if kind == "glm4_moe":
+        return SharedExpert("shared_experts", int(raw["moe_intermediate_size"]) * int(raw["n_shared_experts"]))
+    return None
+
+
 def _num_experts(raw: Mapping[str, Any], where: str) -> int:
-    """transformers 5 writes `num_local_experts`, older ones `num_experts`."""
-    experts = raw.get("num_experts", raw.get("num_local_experts"))
+    """transformers 5 writes `num_local_experts` for some families, older ones `num_experts`."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((raw[name] for name in names if raw.get(name) is not None), None)
     if experts is None:
-        raise ConfigError(f"{where}: neither num_experts nor num_local_experts is there; one of them must be")
+        raise ConfigError(f"{where}: none of {', '.join(names)} is there; one of them must be")
     if not 0 < int(raw["num_experts_per_tok"]) <= int(experts):
         raise ConfigError(
             f"{where}: num_experts_per_tok={raw['num_experts_per_tok']} must be between 1 and num_experts={experts}"
@@ -136,12 +223,13 @@ def _num_experts(raw: Mapping[str, Any], where: str) -> int:
     return int(experts)
 
 
-def _rope_theta(raw: Mapping[str, Any], where: str) -> float:
+def _rope(raw: Mapping[str, Any], name: str, absent: float | None, where: str) -> float:
+    """A value of the rotary embedding, from its own table or from the top level."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if kind != "default" or (absent == 1.0 and rope.get("partial_rotary_factor", 1.0) != 1.0):
         raise ConfigError(f"{where}: rotary embedding {rope} is not implemented by the reference model, only 'default'")
-    theta = rope.get("rope_theta", raw.get("rope_theta"))
-    if theta is None:
-        raise ConfigError(f"{where}: rope_theta is missing (also under rope_parameters); the base must be written down")
-    return float(theta)
+    value = rope.get(name, raw.get(name, absent))
+    if value is None:
+        raise ConfigError(f"{where}: {name} is missing (also under rope_parameters); it must be written down")
+    return float(value)

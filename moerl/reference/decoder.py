@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moerl.reference.config import ReferenceConfig
-from moerl.reference.model import rotary_tables
+from moerl.reference.model import rotary_tables, rotated
+from moerl.reference.moe import choice_of, gates_of, scores_of
 from moerl.reference.precision import fake_quantise
 
 _MIN_ROWS = 4
@@ -31,16 +32,23 @@ class LayerWeights:
     input_norm: Tensor
     qkv: Tensor
     """[h, (heads + 2 kv_heads) d]."""
-    q_norm: Tensor
-    k_norm: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     output: Tensor
     post_norm: Tensor
     router: Tensor | None
     """[h, e]; None for a layer without experts, which counts as one expert."""
+    router_bias: Tensor | None
+    """[e] float32, of sigmoid routers."""
     gate_up: Tensor
     """[e, h, 2 i]."""
     down: Tensor
     """[e, i, h]."""
+    shared: tuple[Tensor, Tensor] | None
+    """Gate and up, and down, of what runs for every token."""
+    shared_gate: Tensor | None
+    """[h, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +75,32 @@ class DecoderWeights:
         def vector(name: str) -> Tensor:
             return weights[name].detach().to("cpu", torch.float32, copy=True)
 
+        def mlp(home: str) -> tuple[Tensor, Tensor]:
+            return matrix(f"{home}gate_proj.weight", f"{home}up_proj.weight"), matrix(f"{home}down_proj.weight")
+
         def layer(index: int) -> LayerWeights:
             at = f"model.layers.{index}."
             is_moe = index in cfg.moe_layers
             homes = [f"{at}mlp.experts.{e}." for e in range(cfg.num_experts)] if is_moe else [f"{at}mlp."]
+            experts = [mlp(home) for home in homes]
+            shared = cfg.shared if is_moe else None
+            biases = [vector(f"{at}self_attn.{part}_proj.bias") for part in ("qkv" if cfg.qkv_bias else "")]
             return LayerWeights(
                 input_norm=vector(f"{at}input_layernorm.weight"),
                 qkv=matrix(*(f"{at}self_attn.{part}_proj.weight" for part in "qkv")),
-                q_norm=vector(f"{at}self_attn.q_norm.weight"),
-                k_norm=vector(f"{at}self_attn.k_norm.weight"),
+                qkv_bias=torch.cat(biases) if biases else None,
+                q_norm=vector(f"{at}self_attn.q_norm.weight") if cfg.qk_norm else None,
+                k_norm=vector(f"{at}self_attn.k_norm.weight") if cfg.qk_norm else None,
                 output=matrix(f"{at}self_attn.o_proj.weight"),
                 post_norm=vector(f"{at}post_attention_layernorm.weight"),
                 router=matrix(f"{at}mlp.gate.weight") if is_moe else None,
-                gate_up=torch.stack([matrix(f"{h}gate_proj.weight", f"{h}up_proj.weight") for h in homes]),
-                down=torch.stack([matrix(f"{h}down_proj.weight") for h in homes]),
+                router_bias=vector(f"{at}mlp.gate.e_score_correction_bias")
+                if is_moe and cfg.router.is_sigmoid
+                else None,
+                gate_up=torch.stack([gate_up for gate_up, _ in experts]),
+                down=torch.stack([down for _, down in experts]),
+                shared=None if shared is None else mlp(f"{at}mlp.{shared.name}."),
+                shared_gate=None if shared is None or not shared.gate else matrix(f"{at}mlp.{shared.gate}.weight"),
             )
 
         head = "model.embed_tokens.weight" if cfg.tied_embeddings else "lm_head.weight"
@@ -197,15 +217,13 @@ class Decoder:
         cfg, layer = self.cfg, self.weights.layers[index]
         rows, width, _ = x.shape
         heads, kv_heads = cfg.num_heads, cfg.num_kv_heads
-        q, k, v = (
-            _product(x.view(rows * width, -1), layer.qkv)
-            .view(rows, width, -1, cfg.head_dim)
-            .split([heads, kv_heads, kv_heads], dim=2)
-        )
-        qk = torch.cat([self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)], dim=2)
-        first, second = qk.chunk(2, dim=-1)
-        cos, sin = at.rotary
-        q, k = (qk * cos + torch.cat([-second, first], dim=-1) * sin).split([heads, kv_heads], dim=2)
+        qkv = _product(x.view(rows * width, -1), layer.qkv)
+        if layer.qkv_bias is not None:
+            qkv = qkv + layer.qkv_bias
+        q, k, v = qkv.view(rows, width, -1, cfg.head_dim).split([heads, kv_heads, kv_heads], dim=2)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        q, k = rotated(torch.cat([q, k], dim=2), *at.rotary).split([heads, kv_heads], dim=2)
         at.cache.write(index, k, v, at.positions)
         if at.bias is None:  # prompts: every key is of this very pass
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
@@ -221,10 +239,9 @@ class Decoder:
         """x [t, h] -> output [t, h], experts [t, k] (None for a layer without)."""
         if layer.router is None:
             return _mlp(x, layer.gate_up[0], layer.down[0]), None
-        scores = _product(x, layer.router).softmax(-1)
-        gates, experts = scores.topk(self.cfg.experts_per_token, dim=-1)
-        if self.cfg.norm_topk_prob:
-            gates = gates / gates.sum(-1, keepdim=True)
+        scores = scores_of(_product(x, layer.router), self.cfg.router)
+        experts = choice_of(scores, layer.router_bias, self.cfg.router, self.cfg.experts_per_token)
+        gates = gates_of(scores, experts, self.cfg.router)
         slots = experts.flatten()
         order = slots.argsort(stable=True)
         tokens = order // self.cfg.experts_per_token
@@ -237,7 +254,11 @@ class Decoder:
         weighted = torch.cat(outputs) * gates.flatten()[order, None]
         back = torch.empty_like(weighted)
         back[order] = weighted
-        return back.view(len(x), -1, x.shape[-1]).sum(1), experts
+        y = back.view(len(x), -1, x.shape[-1]).sum(1)
+        if layer.shared is not None:
+            same = _mlp(x, *layer.shared)
+            y = y + (same if layer.shared_gate is None else same * _product(x, layer.shared_gate).sigmoid())
+        return y, experts
 
 
 def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

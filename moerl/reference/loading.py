@@ -51,13 +51,18 @@ def expected_shapes(cfg: ReferenceConfig) -> dict[str, tuple[int, ...]]:
             f"{at}self_attn.k_proj.weight": (key, hidden),
             f"{at}self_attn.v_proj.weight": (key, hidden),
             f"{at}self_attn.o_proj.weight": (hidden, query),
-            f"{at}self_attn.q_norm.weight": (cfg.head_dim,),
-            f"{at}self_attn.k_norm.weight": (cfg.head_dim,),
         }
+        if cfg.qk_norm:
+            shapes |= {f"{at}self_attn.{part}_norm.weight": (cfg.head_dim,) for part in "qk"}
+        if cfg.qkv_bias:
+            shapes |= {f"{at}self_attn.{part}_proj.bias": (query if part == "q" else key,) for part in "qkv"}
         if layer not in cfg.moe_layers:
             shapes |= _mlp_shapes(f"{at}mlp.", hidden, cfg.dense_size)
             continue
         shapes[f"{at}mlp.gate.weight"] = (cfg.num_experts, hidden)
+        if cfg.router.is_sigmoid:
+            shapes[f"{at}mlp.gate.e_score_correction_bias"] = (cfg.num_experts,)
+        shapes |= _shared_shapes(f"{at}mlp.", cfg)
         for expert in range(cfg.num_experts):
             shapes |= _mlp_shapes(f"{at}mlp.experts.{expert}.", hidden, cfg.expert_size)
     return shapes
@@ -83,6 +88,13 @@ def check_weights(cfg: ReferenceConfig, weights: Mapping[str, Tensor]) -> None:
             raise CheckpointError(f"{name}: shape {tuple(tensor.shape)} found, config.json asks for {shape}")
         if not torch.is_floating_point(tensor) or tensor.element_size() == 1:
             raise CheckpointError(f"{name}: dtype {tensor.dtype} found; export plain fp32, bf16 or fp16 weights")
+
+
+def _shared_shapes(at: str, cfg: ReferenceConfig) -> dict[str, tuple[int, ...]]:
+    if cfg.shared is None:
+        return {}
+    shapes = _mlp_shapes(f"{at}{cfg.shared.name}.", cfg.hidden_size, cfg.shared.size)
+    return shapes | ({f"{at}{cfg.shared.gate}.weight": (1, cfg.hidden_size)} if cfg.shared.gate else {})
 
 
 def _mlp_shapes(at: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:

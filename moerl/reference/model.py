@@ -1,4 +1,4 @@
-"""Qwen3-MoE in plain torch, slow and readable: what the learner, the sampler and every gradient is held against.
+"""The models of `reference/config.py` in plain torch, slow and readable: what the learner and the sampler are held to.
 
 The module tree is that of Hugging Face, so `named_parameters()` are the Hugging Face names, gradients included.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from moerl.errors import CheckpointError, DataError
 from moerl.reference.config import ReferenceConfig
 from moerl.reference.loading import check_weights, read_weights
+from moerl.reference.moe import MLP, Gate, MoE, linear, probs_of, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class ModelOutput:
     """[t, l, k] int64: the experts that ran, replayed ones where there was a replay."""
     own_routes: Tensor
     """[t, l, k] int64: the router's own top-k, whatever was replayed; the best first."""
+    router_probs: Tensor
+    """[t, l, e] float32 or wider: the router's distribution over all experts."""
 
 
 class ReferenceModel(nn.Module):
@@ -41,8 +44,11 @@ class ReferenceModel(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.model = _Backbone(cfg)
-        self.lm_head = None if cfg.tied_embeddings else _linear(cfg.hidden_size, cfg.vocab_size)
+        self.lm_head = None if cfg.tied_embeddings else linear(cfg.hidden_size, cfg.vocab_size)
         self.to(dtype)
+        for module in self.modules():
+            if isinstance(module, Gate):
+                module.keep_wide()
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> Self:
@@ -62,11 +68,11 @@ class ReferenceModel(nn.Module):
         model = cls(cfg, dtype)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if "norm" in name:
-                    parameter.fill_(1.0)
+                    tensor.fill_(1.0)
                 else:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+                    tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
         return model
 
     @torch.no_grad()
@@ -82,8 +88,8 @@ class ReferenceModel(nn.Module):
                 raise CheckpointError(f"{name}: came twice in one set of weights")
             given[name] = tensor
         check_weights(self.cfg, given)
-        for name, parameter in self.named_parameters():
-            parameter.copy_(given[name])
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            tensor.copy_(given[name])
 
     def hf_state(self) -> dict[str, nn.Parameter]:
         """Hugging Face name -> the live parameter (its `.grad` is the gradient under that name)."""
@@ -104,7 +110,7 @@ class ReferenceModel(nn.Module):
             cu_seqlens: [n + 1] integer, 0 first and t last.
             position_ids: [t] integer; None counts from 0 within each sequence.
             routes: [t, l, k] integer: experts to use instead of the router's own. Gates come from the current scores
-                of that set (renormalised over it where the model has norm_topk_prob), so gradient reaches the router.
+                of that set (renormalised over it where the model renormalises), so gradient reaches the router.
             has_route: [t] bool: where `routes` holds; None means everywhere.
 
         Raises:
@@ -118,13 +124,14 @@ class ReferenceModel(nn.Module):
             routes = routes.long()
         hidden, records = self.model(token_ids, bounds, position_ids, routes, has_route)
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        logits = _wide(F.linear(hidden, head))
+        logits = wide(F.linear(hidden, head))
         if not records:
             tokens, cfg = token_ids.shape[0], self.cfg
             empty = token_ids.new_zeros(tokens, 0, cfg.experts_per_token, dtype=torch.int64)
-            return ModelOutput(logits, logits.new_zeros(tokens, 0, cfg.num_experts), empty, empty)
+            none = logits.new_zeros(tokens, 0, cfg.num_experts)
+            return ModelOutput(logits, none, empty, empty, none)
         router_logits, chosen, own = (torch.stack(part, dim=1) for part in zip(*records, strict=True))
-        return ModelOutput(logits, router_logits, chosen, own)
+        return ModelOutput(logits, router_logits, chosen, own, probs_of(router_logits, self.cfg.router))
 
     def hidden_packed(self, token_ids: Tensor, cu_seqlens: Tensor, position_ids: Tensor) -> Tensor:
         """[t, h] after the last norm, own routes; what a value head stands on."""
@@ -142,7 +149,8 @@ class ReferenceModel(nn.Module):
             padded = packed.new_zeros(*token_ids.shape, *packed.shape[1:])
             return padded.masked_scatter(keep.view(*keep.shape, *[1] * (packed.dim() - 1)), packed)
 
-        return ModelOutput(unpack(out.logits), unpack(out.router_logits), unpack(out.routes), unpack(out.own_routes))
+        parts = (out.logits, out.router_logits, out.routes, out.own_routes, out.router_probs)
+        return ModelOutput(*(unpack(part) for part in parts))
 
 
 class _Backbone(nn.Module):
@@ -168,7 +176,7 @@ class _Backbone(nn.Module):
             assert isinstance(layer, _Layer)
             x = x + layer.self_attn(layer.input_layernorm(x), bounds, rotary)
             normed = layer.post_attention_layernorm(x)
-            if isinstance(layer.mlp, _MoE):
+            if isinstance(layer.mlp, MoE):
                 replay = None if routes is None else routes[:, len(records)]
                 y, *record = layer.mlp(normed, replay, has_route)
                 records.append((record[0], record[1], record[2]))
@@ -184,71 +192,34 @@ class _Layer(nn.Module):
         self.input_layernorm = _RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.self_attn = _Attention(cfg)
         self.post_attention_layernorm = _RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.mlp = _MoE(cfg) if is_moe else _MLP(cfg.hidden_size, cfg.dense_size)
+        self.mlp = MoE(cfg) if is_moe else MLP(cfg.hidden_size, cfg.dense_size)
 
 
 class _Attention(nn.Module):
     def __init__(self, cfg: ReferenceConfig) -> None:
         super().__init__()
         self.head_dim = cfg.head_dim
-        self.q_proj = _linear(cfg.hidden_size, cfg.num_heads * cfg.head_dim)
-        self.k_proj = _linear(cfg.hidden_size, cfg.num_kv_heads * cfg.head_dim)
-        self.v_proj = _linear(cfg.hidden_size, cfg.num_kv_heads * cfg.head_dim)
-        self.o_proj = _linear(cfg.num_heads * cfg.head_dim, cfg.hidden_size)
-        self.q_norm = _RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
-        self.k_norm = _RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+        keys = cfg.num_kv_heads * cfg.head_dim
+        self.q_proj = linear(cfg.hidden_size, cfg.num_heads * cfg.head_dim, bias=cfg.qkv_bias)
+        self.k_proj = linear(cfg.hidden_size, keys, bias=cfg.qkv_bias)
+        self.v_proj = linear(cfg.hidden_size, keys, bias=cfg.qkv_bias)
+        self.o_proj = linear(cfg.num_heads * cfg.head_dim, cfg.hidden_size)
+        self.has_norms = cfg.qk_norm
+        if cfg.qk_norm:
+            self.q_norm = _RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+            self.k_norm = _RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
 
     def forward(self, x: Tensor, bounds: list[tuple[int, int]], rotary: tuple[Tensor, Tensor]) -> Tensor:
-        tokens = x.shape[0]
-        q = _rotate(self.q_norm(self.q_proj(x).view(tokens, -1, self.head_dim)), rotary)  # [t, heads, d]
-        k = _rotate(self.k_norm(self.k_proj(x).view(tokens, -1, self.head_dim)), rotary)
-        v = self.v_proj(x).view(tokens, -1, self.head_dim)
+        q, k, v = (proj(x).view(x.shape[0], -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.has_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = _rotate(q, rotary), _rotate(k, rotary)  # [t, heads, d]
         out = []
         for start, end in bounds:  # one sequence at a time: no token can see another sequence
             qs, ks, vs = (part[start:end].transpose(0, 1)[None] for part in (q, k, v))
             mixed = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, enable_gqa=True)
             out.append(mixed[0].transpose(0, 1).reshape(end - start, -1))
         return self.o_proj(torch.cat(out))
-
-
-class _MLP(nn.Module):
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = _linear(hidden, inner)
-        self.up_proj = _linear(hidden, inner)
-        self.down_proj = _linear(inner, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class _MoE(nn.Module):
-    def __init__(self, cfg: ReferenceConfig) -> None:
-        super().__init__()
-        self.cfg = cfg
-        self.gate = _linear(cfg.hidden_size, cfg.num_experts)
-        self.experts = nn.ModuleList(_MLP(cfg.hidden_size, cfg.expert_size) for _ in range(cfg.num_experts))
-
-    def forward(
-        self, x: Tensor, replay: Tensor | None, has_route: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """-> output [t, h], router logits [t, e], experts used [t, k], router's own experts [t, k]."""
-        router_logits = _wide(self.gate(x))
-        scores = router_logits.softmax(-1)
-        own = scores.topk(self.cfg.experts_per_token, dim=-1).indices
-        chosen = own if replay is None else replay
-        if replay is not None and has_route is not None:
-            chosen = torch.where(has_route[:, None], replay, own)
-        gates = scores.gather(-1, chosen)
-        if self.cfg.norm_topk_prob:
-            gates = gates / gates.sum(-1, keepdim=True)
-        gates = gates.to(x.dtype)
-        y = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == index)
-            if len(token):
-                y = y.index_add(0, token, expert(x[token]) * gates[token, slot, None])
-        return y, router_logits, chosen, own
 
 
 class _RMSNorm(nn.Module):
@@ -258,36 +229,36 @@ class _RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = _wide(x)
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        wider = wide(x)
+        normed = wider * torch.rsqrt(wider.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
 
 
 def rotary_tables(cfg: ReferenceConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [..., d] of the two-halves rotary embedding at `position_ids` [...], in `dtype`.
+    """Cosine and sine [..., r] of the two-halves rotary embedding at `position_ids` [...], in `dtype`; r is the part of
+    a head that is rotated.
 
     Angles are float32, as in transformers and megatron, whatever the dtype; only a float64 model has float64 ones.
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    exponent = torch.arange(0, cfg.head_dim, 2, device=position_ids.device).to(wide) / cfg.head_dim
-    angles = position_ids[..., None].to(wide) * (1.0 / cfg.rope_theta**exponent)
+    wider = torch.float64 if dtype == torch.float64 else torch.float32
+    exponent = torch.arange(0, cfg.rotary_dim, 2, device=position_ids.device).to(wider) / cfg.rotary_dim
+    angles = position_ids[..., None].to(wider) * (1.0 / cfg.rope_theta**exponent)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., d] with its leading part rotated by the tables [..., r]."""
+    turned, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    return turned if not kept.shape[-1] else torch.cat([turned, kept], dim=-1)
 
 
 def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """x: [t, heads, d]."""
     cos, sin = (table[:, None] for table in rotary)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def _linear(size_in: int, size_out: int) -> nn.Linear:
-    return nn.Linear(size_in, size_out, bias=False)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return rotated(x, cos, sin)
 
 
 def _check_bounds(cu_seqlens: Tensor, tokens: int) -> list[tuple[int, int]]:

@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from moerl.errors import CheckpointError, ConfigError, DataError
 from moerl.reference.config import ReferenceConfig
@@ -41,23 +48,71 @@ VARIANTS = {
 }
 
 
+FAMILIES = {
+    "qwen2": {
+        "model_type": "qwen2_moe",
+        "num_experts": 7,
+        "shared_expert_intermediate_size": 18,
+        "num_key_value_heads": 3,
+        "head_dim": None,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [0],
+    },
+    "glm": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 7,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.4,
+    },
+    "glm_groups": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 12,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "partial_rotary_factor": 0.8,
+    },
+}
+"""Changes to SHAPE that make another family of it."""
+CLASSES = {
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+}
+
+
 def config(**changes) -> ReferenceConfig:
     return ReferenceConfig.from_dict({**SHAPE, **changes})
 
 
-@pytest.fixture(params=sorted(VARIANTS))
+@pytest.fixture(params=sorted(VARIANTS | FAMILIES))
 def pair(request, tmp_path):
     """transformers' model and ours, of the same saved folder."""
-    fields = {**SHAPE, **VARIANTS[request.param]}
-    theta = fields.pop("rope_theta")
-    fields.pop("model_type")
+    fields = {**SHAPE, **(VARIANTS | FAMILIES)[request.param]}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
+    if "partial_rotary_factor" in fields:
+        rope["partial_rotary_factor"] = fields.pop("partial_rotary_factor")
+    config_class, model_class = CLASSES[fields.pop("model_type")]
+    if config_class is Glm4MoeConfig:
+        fields.pop("num_experts")
     torch.manual_seed(0)
-    hf_config = Qwen3MoeConfig(**fields, rope_parameters={"rope_type": "default", "rope_theta": theta})
-    theirs = Qwen3MoeForCausalLM(hf_config).eval()
+    theirs = model_class(config_class(**fields, rope_parameters=rope)).eval()
     theirs.set_experts_implementation("eager")  # the default, grouped_mm, refuses odd widths
     with torch.no_grad():
-        for parameter in theirs.parameters():  # norms off 1, routers far from uniform
-            parameter.add_(torch.randn_like(parameter) * 0.2)
+        for name, tensor in theirs.state_dict().items():  # norms off 1, routers far from uniform
+            tensor.add_(torch.randn_like(tensor) * (0.3 if name.endswith("correction_bias") else 0.2))
     theirs.save_pretrained(tmp_path)
     return theirs, ReferenceModel.from_pretrained(tmp_path)
 
@@ -65,11 +120,17 @@ def pair(request, tmp_path):
 def test_equals_transformers_in_logits_routes_and_gradients(pair):
     theirs, ours = pair
     ids = torch.randint(0, 37, (3, 11), generator=torch.Generator().manual_seed(1))
+    chosen = []
+    gates = [module for name, module in theirs.named_modules() if name.endswith("mlp.gate")]
+    handles = [gate.register_forward_hook(lambda _m, _i, out: chosen.append(out[2])) for gate in gates]
     out, expected = ours(ids), theirs(ids, output_router_logits=True)
+    for handle in handles:
+        handle.remove()
     torch.testing.assert_close(out.logits, expected.logits, atol=1e-5, rtol=1e-5)
     router = torch.stack([part.view(3, 11, -1) for part in expected.router_logits if part is not None], dim=2)
     torch.testing.assert_close(out.router_logits, router, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(out.own_routes, router.topk(ours.cfg.experts_per_token, -1).indices)
+    theirs_chosen = torch.stack([part.view(3, 11, -1) for part in chosen], dim=2).sort(-1).values
+    torch.testing.assert_close(out.own_routes.sort(-1).values, theirs_chosen)
     torch.testing.assert_close(out.routes, out.own_routes)
 
     weight = torch.randn(out.logits.shape, generator=torch.Generator().manual_seed(2))
@@ -98,7 +159,9 @@ def _of_theirs(name, grads, experts):
 
 def test_hf_state_has_the_names_of_the_saved_file(pair, tmp_path):
     _, ours = pair
-    assert set(ours.hf_state()) == {name for name, _ in read_weights(tmp_path)} - (
+    saved = {name for name, _ in read_weights(tmp_path)}
+    assert {name for name in saved if name.endswith("correction_bias")} == {name for name, _ in ours.named_buffers()}
+    assert set(ours.hf_state()) == saved - {name for name, _ in ours.named_buffers()} - (
         {"lm_head.weight"} if ours.cfg.tied_embeddings else set()
     )
 
