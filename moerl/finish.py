@@ -10,7 +10,10 @@ from rich.console import RenderableType
 from moerl.analysis.report import write_report
 from moerl.analysis.run_folder import METRICS_FILE, read_metrics
 from moerl.config.schema import RunConfig
+from moerl.models.family import family_of
 from moerl.models.hf_export import write_hf_folder
+from moerl.models.hf_folder import read_config
+from moerl.models.rules import buffer_names
 from moerl.protocols import Policy
 from moerl.telemetry.summary import build_summary, package_versions, summary_table, write_summary
 
@@ -22,7 +25,14 @@ def finish_run(cfg: RunConfig, folder: Path, policy: Policy, seconds: float) -> 
     """Write what a finished run leaves behind; returns the summary to print."""
     if cfg.checkpoint.export_hf:
         dtype = EXPORT_DTYPES[cfg.checkpoint.export_dtype]
-        write_hf_folder(folder / HF_FOLDER, policy.export(), cfg.model.path, dtype=dtype)
+        hf = read_config(cfg.model.path)
+        write_hf_folder(
+            folder / HF_FOLDER,
+            policy.export(),
+            cfg.model.path,
+            dtype=dtype,
+            float32_names=buffer_names(family_of(hf, cfg.model.family).weight_rules(hf)),
+        )
     rows = read_metrics(folder / METRICS_FILE).rows
     summary = build_summary(rows, seed=cfg.run.seed, seconds=seconds, versions=package_versions(), folder=folder)
     write_summary(folder, summary)

@@ -59,6 +59,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "run.num_steps": _AT_LEAST_ONE,
     "run.num_threads": _AT_LEAST_ONE,
     "model.aux_loss_coefficient": _AT_LEAST_ZERO,
+    "model.router_bias_update_rate": _AT_LEAST_ZERO,
     "model.attention_dropout": _BELOW_ONE,
     "model.hidden_dropout": _BELOW_ONE,
     "parallel.tensor": _AT_LEAST_ONE,

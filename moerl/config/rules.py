@@ -69,6 +69,16 @@ def dropout(cfg: RunConfig) -> Iterator[str]:
             )
 
 
+def router_bias(cfg: RunConfig) -> Iterator[str]:
+    """The balancing bias follows the loads that the routers' own choice makes."""
+    rate, routing = cfg.model.router_bias_update_rate, cfg.algorithm.routing
+    if rate > 0 and routing != "none":
+        yield (
+            f"model.router_bias_update_rate is {rate} with algorithm.routing {routing!r}: loads would be those of "
+            "recorded routes, or of routers that must not move; set it to 0, or algorithm.routing to none"
+        )
+
+
 def parallel_axes(cfg: RunConfig, world_size: int) -> Iterator[str]:
     """The arithmetic of the axes, and what this version can do."""
     axes = cfg.parallel
@@ -351,6 +361,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     freeze_patterns,
     files,
     dropout,
+    router_bias,
     *parallel_rules.RULES,
     datasets,
     temperature,

@@ -59,6 +59,9 @@ class ModelSection:
     """Regular expressions of Hugging Face names that are not trained."""
     aux_loss_coefficient: float = 0.0
     """Load-balancing loss of the routers."""
+    router_bias_update_rate: float = 0.0
+    """By how much the balancing bias of sigmoid routers moves at each optimizer step (pretraining takes 1e-3). 0 holds
+    it, which is what reinforcement learning wants: engines choose by the bias that was published."""
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
 

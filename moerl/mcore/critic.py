@@ -116,7 +116,7 @@ class MegatronCritic:
         """
         source = read_source(model)
         layout = initialize_parallel(parallel, seed)
-        config = transformer_config(source, section=model, precision=precision, parallel=layout, is_bias_frozen=False)
+        config = transformer_config(source, section=model, precision=precision, parallel=layout)
         chunks = build_chunks(source, config, layout, ValueModel)
         weights = WeightMap(source, chunks, layout, has_head=False)
         head = {
@@ -217,7 +217,7 @@ class MegatronCritic:
         self._optimizer.zero_grad()
         self._accumulate(minibatch)
         self._optimizer.complete_gradients()
-        grads = {name: tensor.main_grad for name, tensor in self._weights.local.items()}  # pyright: ignore[reportAttributeAccessIssue] set by DDP
+        grads = {name: tensor.main_grad for name, tensor in self._weights.parameters().items()}  # pyright: ignore[reportAttributeAccessIssue] set by DDP
         found = {name: grad.clone() for name, grad in self._weights.export(grads)}
         found.update({name: tensor.main_grad.clone() for name, tensor in self._head.items()})  # pyright: ignore[reportAttributeAccessIssue]
         self._optimizer.zero_grad()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -92,11 +93,8 @@ def transformer_config(
     section: ModelSection,
     precision: PrecisionSection,
     parallel: ParallelState,
-    is_bias_frozen: bool,
 ) -> TransformerConfig:
     """TransformerConfig of the run; what the family says, plus precision, layout, recomputation, dropout and balancing.
-
-    `is_bias_frozen` holds the routers' balancing bias (replay and frozen routers need that).
 
     Raises:
         ConfigError: a precision, recomputation mode or combination that this build cannot run.
@@ -110,8 +108,11 @@ def transformer_config(
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(precision.params)
     if dtype is None:
         raise ConfigError(f"precision.params is {precision.params!r}; allowed: fp32, bf16")
-    if is_bias_frozen and fields.get("moe_router_enable_expert_bias"):
-        fields["moe_router_bias_update_rate"] = 0.0
+    if fields.get("mtp_num_layers"):
+        raise ConfigError(
+            "the model family asks for layers of multi-token prediction; no objective trains them, and their routers "
+            "would neither replay nor be observed, so a family must leave them out"
+        )
     fields.update(_recompute(precision.recompute))
     fields.update(_implementation())
     config = TransformerConfig(
@@ -136,6 +137,7 @@ def transformer_config(
         moe_router_load_balancing_type="aux_loss" if section.aux_loss_coefficient > 0 else "none",
         moe_aux_loss_coeff=section.aux_loss_coefficient,
         moe_router_dtype="fp32",
+        moe_router_bias_update_rate=0.0,  # see balancing.py
         moe_token_dispatcher_type=parallel.dispatcher,  # pyright: ignore[reportArgumentType] one of three words
         use_cpu_initialization=True,
         # Every parameter comes from a file or from moerl's own seeded initialisation.
@@ -285,7 +287,13 @@ def _build_chunk(
         )
     model.cuda(torch.cuda.current_device())
     model.routes = RouteController(model, moe_layers=source.moe_layers, parallel=parallel)
-    return Float16Module(config, model) if config.bf16 else model
+    if not config.bf16:
+        return model
+    wrapped = Float16Module(config, model)
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()  # the wrapper cast it; 8 bits choose other experts
+    return wrapped
 
 
 def score_tokens(module: torch.nn.Module, batch: MicroBatch, rows: RowPlan) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moerl.config.schema import OptimSection
 from moerl.errors import ConfigError, NumericsError
+from moerl.mcore.balancing import BiasBalancing
 from moerl.mcore.parallel import ParallelState
 from moerl.metrics import Last, Max, Mean, Metrics, Sum
 
@@ -103,9 +104,16 @@ class Optimizer:
     """Megatron's optimizer with moerl's schedule and finiteness check."""
 
     def __init__(
-        self, section: OptimSection, chunks: list[DistributedDataParallel], parallel: ParallelState, *, num_steps: int
+        self,
+        section: OptimSection,
+        chunks: list[DistributedDataParallel],
+        parallel: ParallelState,
+        *,
+        num_steps: int,
+        bias_update_rate: float = 0.0,
     ) -> None:
-        """Over the parameters of `chunks` that require gradients.
+        """Over the parameters of `chunks` that require gradients; the balancing bias of their routers moves with every
+        step where `bias_update_rate` is not 0.
 
         Raises:
             ConfigError: an unknown optimizer or schedule, or one that cannot be distributed or offloaded.
@@ -115,6 +123,7 @@ class Optimizer:
         self._weight_decay = section.weight_decay
         self.chunks = chunks
         self.parallel = parallel
+        self._balancing = BiasBalancing(chunks, bias_update_rate, parallel)
         dtype = chunks[0].config.params_dtype
         settings = OptimizerConfig(
             optimizer=section.name,
@@ -134,10 +143,11 @@ class Optimizer:
         self.inner: Any = get_megatron_optimizer(settings, chunks)  # pyright: ignore[reportArgumentType] DDP is a MegatronModule
 
     def zero_grad(self) -> None:
-        """Clear gradients and their buffers."""
+        """Clear gradients and their buffers, and begin to count the loads of experts anew."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
+        self._balancing.begin()
 
     @torch.no_grad()
     def complete_gradients(self) -> None:
@@ -175,6 +185,7 @@ class Optimizer:
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
         succeeded, _, _ = self.inner.step()
         assert succeeded
+        self._balancing.step()
         size = norm.detach().squeeze()
         return {
             "optim/grad_norm": Mean(size),

@@ -48,6 +48,8 @@ class ParallelState:
     """Expert."""
     etp: Axis
     """Expert tensor."""
+    tokens: Axis
+    """Tensor, data and context together: the ranks whose routers, in one stage, see different tokens."""
     virtual_pipeline: int | None
     """Model chunks per rank; None without interleaving."""
     world_size: int
@@ -217,6 +219,7 @@ def _describe(section: ParallelSection, world: int) -> ParallelState:
         cp=_axis(parallel_state.get_context_parallel_group()),
         ep=_axis(parallel_state.get_expert_model_parallel_group()),
         etp=_axis(parallel_state.get_expert_tensor_parallel_group()),
+        tokens=_axis(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)),
         virtual_pipeline=section.virtual_pipeline,
         world_size=world,
         rank=dist.get_rank(),

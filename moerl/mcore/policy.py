@@ -16,6 +16,7 @@ from moerl.config.schema import ModelSection, OptimSection, ParallelSection, Pre
 from moerl.errors import ConfigError
 from moerl.mcore import checkpoint, moe_stats
 from moerl.mcore.agreement import rollout_agreement, update_agreement
+from moerl.mcore.balancing import check_balancing
 from moerl.mcore.frozen import REFERENCE, TEACHER, FrozenWeights, chosen
 from moerl.mcore.inputs import FILLED, fill_step, loss_inputs
 from moerl.mcore.model import ModelSource, build_chunks, read_same_shape, read_source, transformer_config
@@ -103,9 +104,8 @@ class MegatronPolicy:
             raise ConfigError(f"algorithm.routing is {routing!r}; allowed: {', '.join(ROUTINGS)}")
         source = read_source(model)
         layout = initialize_parallel(parallel, seed)
-        config = transformer_config(
-            source, section=model, precision=precision, parallel=layout, is_bias_frozen=routing != "none"
-        )
+        check_balancing(model.router_bias_update_rate, routing, source)
+        config = transformer_config(source, section=model, precision=precision, parallel=layout)
         chunks = build_chunks(source, config, layout, head=precision.head)
         weights = WeightMap(source, chunks, layout)
         frozen = {}
@@ -120,7 +120,8 @@ class MegatronPolicy:
             raise ConfigError(f"model.init is {model.init!r}; allowed: weights, random")
         weights.freeze(model.freeze, routers=routing == "frozen_router")
         wrapped = wrap_chunks(chunks, config, optim, overlap=layout.overlaps_grad_reduce)
-        optimizer = Optimizer(optim, wrapped, layout, num_steps=num_steps)
+        rate = model.router_bias_update_rate
+        optimizer = Optimizer(optim, wrapped, layout, num_steps=num_steps, bias_update_rate=rate)
         policy = cls(source, layout, weights, StepRunner(wrapped, layout), optimizer)
         policy._routing = routing
         policy._gamma_min = gamma_min
@@ -346,7 +347,7 @@ class MegatronPolicy:
         self._optimizer.zero_grad()
         self._accumulate(minibatch, objective, observe=False)
         self._optimizer.complete_gradients()
-        grads = {name: _gradient(tensor) for name, tensor in self._weights.local.items()}
+        grads = {name: _gradient(tensor) for name, tensor in self._weights.parameters().items()}
         found = {name: grad.clone() for name, grad in self._weights.export(grads)}
         self._optimizer.zero_grad()
         return found

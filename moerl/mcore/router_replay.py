@@ -72,6 +72,8 @@ class ReplayRouter(TopKRouter):
         """As megatron's; `moe_enable_routing_replay` stays off, the tap is this router's own."""
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.router_replay = RouterTap()
+        self.load: Tensor | None = None
+        """[e] rows that each expert got since counting began, where the balancing bias moves (see balancing.py)."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts for `logits` [s, b, e]."""
@@ -83,6 +85,14 @@ class ReplayRouter(TopKRouter):
         # Core combines a mask over rows [rows] with a map over rows and experts [rows, e] as they are.
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count loads; once per micro-batch, as recomputation runs with gradients and what it repeats without."""
+        if self.load is None or not torch.is_grad_enabled():
+            return
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask[:, None]
+        self.load += routing_map.detach().sum(0)
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -93,7 +103,8 @@ class Observation:
     log_probs: Tensor
     """[t, l, e] float32: log q over all experts."""
     selection: Tensor
-    """[t, l, e] float32: what the top-k was taken of (probabilities, with the balancing bias where there is one)."""
+    """[t, l, e] float32: what the top-k was taken of (scores, with the balancing bias where there is one). Experts of a
+    group that lost stand as far below the k-th as their group stands below the last that won."""
 
 
 def concat_layers(chunks: Mapping[int, Observation]) -> Observation | None:
@@ -185,18 +196,14 @@ class RouteController:
         logits = logits.float()
         if routers[0].score_function == "softmax":
             log_probs = torch.log_softmax(logits, -1)
-            selection = log_probs.exp()
-        else:
-            scores = (
-                torch.sigmoid(logits)
-                if routers[0].score_function == "sigmoid"
-                else torch.nn.functional.softplus(logits).sqrt()
-            )
-            log_probs = (scores / scores.sum(-1, keepdim=True)).clamp_min(1e-30).log()
-            biases = [router.expert_bias for router in routers]
-            selection = (
-                scores if biases[0] is None else scores + torch.stack([_present(bias) for bias in biases]).float()
-            )
+            return Observation(own, log_probs, log_probs.exp())
+        scores = scores_of(logits, routers[0].score_function)
+        log_probs = (scores / scores.sum(-1, keepdim=True)).clamp_min(1e-30).log()
+        biases = [router.expert_bias for router in routers]
+        selection = scores if biases[0] is None else scores + torch.stack([_present(bias) for bias in biases]).float()
+        limits = (routers[0].config.moe_router_num_groups, routers[0].config.moe_router_group_topk)
+        if limits[0] and limits[1]:
+            selection = below_lost_groups(selection, own, limits[0], limits[1])
         return Observation(own, log_probs, selection)
 
     def release(self) -> None:
@@ -205,6 +212,28 @@ class RouteController:
             tap = router.router_replay
             tap.target = tap.has_target = tap.filler = tap.own = tap.logits = None
             tap.is_observing = False
+
+
+def scores_of(logits: Tensor, function: str) -> Tensor:
+    """What the weights of a token's experts are taken of: `sigmoid` or `sqrtsoftplus` of the logits."""
+    return torch.sigmoid(logits) if function == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
+
+
+def below_lost_groups(selection: Tensor, own: Tensor, num_groups: int, groups_per_token: int) -> Tensor:
+    """`selection` [..., e] under group limits: an expert was out of reach by as much as its group was.
+
+    Args:
+        selection: [..., e] scores with the balancing bias.
+        own: [..., k] the choice.
+        num_groups: equal runs of experts.
+        groups_per_token: groups that win, by the sum of their k / groups_per_token best scores.
+    """
+    groups = selection.unflatten(-1, (num_groups, -1))
+    totals = groups.topk(own.shape[-1] // groups_per_token, dim=-1).values.sum(-1)
+    last = totals.topk(groups_per_token, dim=-1).values[..., -1:]
+    kth = selection.gather(-1, own).amin(-1, keepdim=True)
+    standing = torch.where((totals >= last)[..., None], groups, (kth - (last - totals))[..., None])
+    return standing.flatten(-2)
 
 
 def _present(tensor: Tensor | None) -> Tensor:

@@ -112,14 +112,21 @@ class WeightMap:
                 "the weights are damaged"
             )
 
+    def parameters(self) -> dict[str, Tensor]:
+        """`local` without buffers: what an optimizer may move."""
+        return {name: tensor for name, tensor in self.local.items() if isinstance(tensor, torch.nn.Parameter)}
+
     def export(self, tensors: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of every weight, in the order of the rules; every rank gets every tensor.
 
-        `tensors` (global megatron name -> local part) takes the place of the weights: gradients travel the same way.
+        `tensors` (global megatron name -> local part) takes the place of the weights: gradients, which buffers have
+        not, travel the same way.
         On one process the tensors may be views of live parameters: copy what must outlast the next update.
         """
         local = self.local if tensors is None else tensors
         for rule in self.rules:
+            if rule.is_buffer and tensors is not None:
+                continue
             part = local.get(rule.megatron_name)
             whole = self._gather(rule, None if part is None else part.detach())
             if whole is not None:
@@ -138,7 +145,7 @@ class WeightMap:
         if len(holders) == self._parallel.world_size:
             return whole
         if whole is None:
-            dtype = next(iter(self.local.values())).dtype
+            dtype = torch.float32 if rule.is_buffer else next(iter(self.parameters().values())).dtype
             whole = torch.empty(rule.megatron_shape(), dtype=dtype, device=torch.cuda.current_device())
         dist.broadcast(whole, src=holders[0])
         return whole

@@ -40,13 +40,14 @@ def write_hf_folder(
     source_folder: str | Path,
     *,
     dtype: torch.dtype | None = None,
+    float32_names: frozenset[str] = frozenset(),
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write `tensors` (Hugging Face names, any order) and the configuration and tokenizer of `source_folder` to `out`.
 
     The folder is built beside `out` and renamed, so `out` is never half written; an older `out` is replaced. Holds at
     most one shard in memory. The same tensors in the same order give the same bytes. `dtype` casts tensors of 16 to 64
-    bit floats; None keeps them.
+    bit floats; None keeps them; `float32_names` are float32 either way.
 
     Raises:
         CheckpointError: a name comes twice, there are no tensors, one is not finite in the dtype it is written in, or
@@ -58,7 +59,7 @@ def write_hf_folder(
     building = out.with_name(f".{out.name}.building-{os.getpid()}")
     try:
         building.mkdir(parents=True)
-        writer = _ShardWriter(building, out, dtype, max_shard_bytes)
+        writer = _ShardWriter(building, out, dtype, float32_names, max_shard_bytes)
         for name, tensor in tensors:
             writer.add(name, tensor)
         writer.finish()
@@ -77,10 +78,18 @@ def write_hf_folder(
 class _ShardWriter:
     """Collects tensors up to a size and writes them; names files once their number is known."""
 
-    def __init__(self, folder: Path, out: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        out: Path,
+        dtype: torch.dtype | None,
+        float32_names: frozenset[str],
+        max_shard_bytes: int,
+    ) -> None:
         self._folder = folder
         self._out = out
         self._dtype = dtype
+        self._float32_names = float32_names
         self._max_bytes = max_shard_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -97,6 +106,8 @@ class _ShardWriter:
         self._seen.add(name)
         castable = tensor.dtype in _CASTABLE
         target = self._dtype if self._dtype is not None and castable else tensor.dtype
+        if name in self._float32_names:
+            target = torch.float32
         tensor = tensor.detach().to("cpu", target, copy=True).contiguous()
         if castable and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
