@@ -82,10 +82,6 @@ class ReplayRouter(TopKRouter):
         return super().routing(logits, padding_mask=self.router_replay.filler)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        # Core combines a mask over rows [rows] with a map over rows and experts [rows, e] as they are.
-        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
-
-    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count loads; once per micro-batch, as recomputation runs with gradients and what it repeats without."""
         if self.load is None or not torch.is_grad_enabled():
             return

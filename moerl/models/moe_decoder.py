@@ -49,7 +49,7 @@ class DecoderShape:
     """Under which `mlp.<name>.weight` holds the gate on it; empty for none."""
 
 
-def attention_sizes(hf: HFConfig) -> dict[str, int]:
+def attention_sizes(hf: HFConfig) -> dict[str, Any]:
     """Layers, widths, heads, experts and vocabulary; what nearly all families spell alike.
 
     Raises:

@@ -57,6 +57,8 @@ def test_the_defaults_pass(base):
         (["run.name=a/b"], ["run.name is 'a/b'", "one folder"]),
         (["run.name=.."], ["run.name is '..'"]),
         (["run.name="], ["run.name is ''"]),
+        (["model.router_bias_update_rate=-1"], ["model.router_bias_update_rate is -1.0", "at least 0"]),
+        (["model.router_bias_update_rate=0.001", "algorithm.routing=R3"], ["router_bias_update_rate", "'R3'", "none"]),
         (["model.freeze=['(']"], ["model.freeze holds '('", "regular expression"]),
         (["model.hidden_dropout=0.1"], ["model.hidden_dropout is 0.1", "algorithm.level=token", "set it to 0"]),
         (

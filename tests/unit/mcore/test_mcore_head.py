@@ -173,7 +173,7 @@ def test_a_bf16_learner_with_the_fp32_head_is_nearer_to_an_engine_that_multiplie
 
     section, precision = ModelSection(path=str(tiny_folder)), PrecisionSection(params="bf16", head="fp32")
     source, layout = read_source(section), initialize_parallel(ParallelSection(), 0)
-    config = transformer_config(source, section=section, precision=precision, parallel=layout, is_bias_frozen=False)
+    config = transformer_config(source, section=section, precision=precision, parallel=layout)
     micro = kit.make_micro([40])
     context = predictions(micro, plan_rows(micro.cu_seqlens, layout.row_cut))
     hidden = torch.randn(40, 1, 40, generator=torch.Generator().manual_seed(1)).bfloat16()

@@ -1,0 +1,55 @@
+"""What makes another family of a shape that tests write down as a Qwen3-MoE."""
+
+from __future__ import annotations
+
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+FAMILIES = {
+    "qwen2": {
+        "model_type": "qwen2_moe",
+        "num_experts": 7,
+        "shared_expert_intermediate_size": 18,
+        "num_key_value_heads": 3,
+        "head_dim": None,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [0],
+    },
+    "glm": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 7,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.4,
+    },
+    "glm_groups": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 12,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "partial_rotary_factor": 0.8,
+    },
+}
+"""Changes to such a shape; None takes a key away."""
+CLASSES = {
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+}

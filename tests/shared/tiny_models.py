@@ -1,0 +1,100 @@
+"""Tiny random models of every kind of router, as transformers saves them; awkward sizes, scores far from uniform."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=54,  # two ranks do not divide it evenly when padded
+    hidden_size=40,
+    intermediate_size=56,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=12,
+    moe_intermediate_size=24,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    max_position_embeddings=256,
+)
+FULL_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+QWEN3 = dict(num_experts=8, num_experts_per_tok=3, norm_topk_prob=True, rope_parameters=FULL_ROPE)
+GLM = dict(
+    n_routed_experts=12,
+    num_experts_per_tok=4,
+    n_shared_experts=2,
+    n_group=3,
+    topk_group=2,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.5,
+    attention_bias=True,
+    use_qk_norm=True,
+    rope_parameters={**FULL_ROPE, "partial_rotary_factor": 0.5},
+)
+QWEN2 = dict(
+    num_experts=8,
+    num_experts_per_tok=3,
+    norm_topk_prob=False,
+    shared_expert_intermediate_size=28,
+    head_dim=None,
+    hidden_size=48,
+    rope_parameters=FULL_ROPE,
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of router."""
+
+    architecture: str
+    sizes: dict[str, Any]
+    layers: int
+    """MoE layers."""
+
+    @property
+    def experts(self) -> int:
+        """Of a layer."""
+        return int(self.sizes.get("num_experts") or self.sizes["n_routed_experts"])
+
+    @property
+    def topk(self) -> int:
+        """Experts of a token."""
+        return int(self.sizes["num_experts_per_tok"])
+
+
+KINDS = {
+    "softmax": Kind("Qwen3MoeForCausalLM", QWEN3, 4),
+    "dense_first": Kind("Qwen3MoeForCausalLM", {**QWEN3, "mlp_only_layers": [0]}, 3),
+    "sigmoid": Kind("Glm4MoeForCausalLM", GLM, 3),
+    "shared": Kind("Qwen2MoeForCausalLM", QWEN2, 4),
+}
+
+
+def make_model(name: str, *, seed: int = 3, **overrides: Any) -> Any:
+    """transformers' model of a kind, float32, its norms off 1 and every bias off 0."""
+    import transformers
+
+    kind = KINDS[name]
+    model_class = getattr(transformers, kind.architecture)
+    sizes = {key: value for key, value in {**COMMON, **kind.sizes, **overrides}.items() if value is not None}
+    torch.manual_seed(seed)
+    model = model_class._from_config(model_class.config_class(**sizes), attn_implementation="eager").float().eval()
+    model.set_experts_implementation("eager")  # the default, grouped_mm, refuses odd widths
+    with torch.no_grad():
+        for at, tensor in model.state_dict().items():
+            noise = torch.randn_like(tensor)
+            if "norm" in at:
+                tensor.copy_(1 + 0.1 * noise)
+            else:
+                tensor.copy_(noise * (0.6 if "mlp.gate.weight" in at else 0.3 if "correction" in at else 0.12))
+    return model
+
+
+def save_model(folder: Path, name: str, *, seed: int = 3, **overrides: Any) -> Path:
+    """`make_model`, saved in `folder`."""
+    make_model(name, seed=seed, **overrides).save_pretrained(folder)
+    return folder
