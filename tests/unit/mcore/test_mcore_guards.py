@@ -108,7 +108,6 @@ def test_a_family_cannot_bring_a_refused_setting_in(tiny_folder):
             section=ModelSection(),
             precision=PrecisionSection(),
             parallel=initialize_parallel(ParallelSection(), 0),
-            is_bias_frozen=False,
         )
 
 
@@ -130,9 +129,7 @@ def test_local_layers_run_experts_one_after_the_other(kit, tiny_folder):
 
     section = ModelSection(path=str(tiny_folder))
     source, layout = read_source(section), initialize_parallel(ParallelSection(), 0)
-    config = transformer_config(
-        source, section=section, precision=PrecisionSection(), parallel=layout, is_bias_frozen=False
-    )
+    config = transformer_config(source, section=section, precision=PrecisionSection(), parallel=layout)
     assert config.moe_grouped_gemm == uses_transformer_engine()
     model = unwrap(build_chunks(source, config, layout)[0])
     names = {type(module).__name__ for module in model.modules()}
