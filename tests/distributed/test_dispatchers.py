@@ -19,10 +19,12 @@ LAYOUTS = {
     "alltoall": {"expert": 2, "tensor": 2, "dispatcher": "alltoall"},
     "allgather": {"expert": 2, "tensor": 2, "dispatcher": "allgather"},
     "allgather_full": {"tensor": 2, "dispatcher": "allgather"},
+    "context": {"context": 2, "expert": 2},
+    "expert_tensor": {"expert_tensor": 2},
     "overlap": {"expert": 2, "overlap_grad_reduce": True},
     "overlap_interleaved": {"pipeline": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True},
 }
-RECOMPUTE = {"alltoall": "full", "allgather": "selective"}
+RECOMPUTE = {"alltoall": "full", "allgather": "selective", "context": "full", "expert_tensor": "selective"}
 """Recomputation runs along, where replay must serve each micro-batch its own routes again."""
 
 
