@@ -49,11 +49,13 @@ from moerl.mcore.critic import MegatronCritic
 from moerl.mcore.policy import MegatronPolicy
 from moerl.metrics import Metrics, merge_into
 from moerl.models.family import family_of
+from moerl.models.flops import peak_flops
 from moerl.models.hf_folder import read_config
 from moerl.probe import RouteProbe
 from moerl.protocols import Policy
 from moerl.records import Records, RecordSettings
 from moerl.run_folder import CHECKPOINTS, config_id, find_checkpoint, folder_of, is_finished, lock, model_id, prepare
+from moerl.telemetry.profiler import ProfileWindow
 from moerl.telemetry.progress import Progress
 from moerl.telemetry.sinks import JsonlSink, LoadSink, PassRateSink, Sinks, WandbSink
 from moerl.telemetry.timers import Timers
@@ -274,6 +276,11 @@ def _publishing(cfg: RunConfig, side: RolloutSide, policy: MegatronPolicy) -> It
         yield publish
 
 
+def _peak(params: str) -> float | None:
+    """Of this rank's device; None where it is not known."""
+    return peak_flops(torch.cuda.get_device_name(), params) if torch.cuda.is_available() else None
+
+
 def _records(cfg: RunConfig, folder: Path, policy: MegatronPolicy, resume_from: Checkpoint | None) -> Records:
     first = resume_from.step + 1 if resume_from else 0
     sinks: list[Any] = [JsonlSink(folder, resume_step=first)]
@@ -297,6 +304,12 @@ def _records(cfg: RunConfig, folder: Path, policy: MegatronPolicy, resume_from: 
         loads=LoadSink(folder, resume_step=first),
         pass_rates=PassRateSink(folder, resume_step=first),
         progress=Progress(cfg.run.num_steps, max(first, 1), cfg.telemetry.progress),
-        timers=Timers(),
+        timers=Timers(num_devices=policy.parallel.world_size, peak_flops=_peak(cfg.precision.params)),
         dump_batch=save_step_batch,
+        profile=ProfileWindow(
+            folder,
+            rank=policy.parallel.rank,
+            start_step=cfg.telemetry.profile.start_step,
+            num_steps=cfg.telemetry.profile.num_steps,
+        ),
     )

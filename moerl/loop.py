@@ -94,6 +94,7 @@ def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> N
 
 def _train_step(rooms: Rooms, step: int) -> Metrics:
     records = rooms.records
+    records.begin(step)
     with records.phase("rollout"):
         groups, metrics = rooms.rollouts.take(step, rooms.policy.version)
     records.rollouts(step, groups, metrics)

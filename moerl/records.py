@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -16,10 +16,15 @@ import torch
 from moerl.algorithms.load_metrics import LoadTracker, expert_counts, load_shares
 from moerl.metrics import Metrics, merge_into, to_floats
 from moerl.protocols import MetricSink
+from moerl.telemetry.profiler import ProfileWindow
 from moerl.telemetry.progress import Progress
 from moerl.telemetry.sinks import LoadSink, PassRateSink, sample_record
 from moerl.telemetry.timers import Timers
 from moerl.types import RolloutGroup, StepBatch
+
+LEARN_PHASES = ("score", "update")
+LEARN_FLOPS = "perf/learn_flops"
+"""Of the learner's passes in these phases, all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Records:
     timers: Timers
     dump_batch: Callable[[Path, StepBatch, Mapping[str, Any]], object]
     tracker: LoadTracker = field(default_factory=LoadTracker)
+    profile: ProfileWindow | None = None
     _stack: ExitStack = field(default_factory=ExitStack)
     _extra: dict[str, float] = field(default_factory=dict)
     _load_metrics: Metrics = field(default_factory=dict)
@@ -56,6 +62,8 @@ class Records:
         self._stack.callback(self.loads.close)
         self._stack.callback(self.pass_rates.close)
         self._stack.callback(self.sinks.close)
+        if self.profile is not None:
+            self._stack.callback(self.profile.close)
         return self
 
     def __exit__(
@@ -73,8 +81,13 @@ class Records:
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase and show it."""
         self.progress.phase(name)
-        with self.timers(name):
+        with self.timers(name), nullcontext() if self.profile is None else self.profile.phase(name):
             yield
+
+    def begin(self, step: int) -> None:
+        """A step starts."""
+        if self.profile is not None:
+            self.profile.begin(step)
 
     def message(self, text: str) -> None:
         """A line for the person."""
@@ -98,7 +111,7 @@ class Records:
 
     def batch(self, step: int, batch: StepBatch) -> None:
         """Count the scored batch's tokens, its expert load, and dump it where asked."""
-        self.timers.count_tokens("learn", batch.num_tokens, phases=("score", "update"))
+        self.timers.count_tokens("learn", batch.num_tokens, phases=LEARN_PHASES)
         load = expert_load(batch, self.settings.num_experts)
         if load is not None:
             self.loads.log(step, load.tolist())
@@ -115,7 +128,12 @@ class Records:
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Write the record of a step."""
+        if self.profile is not None:
+            self.profile.end(step)
         merge_into(metrics, self._load_metrics)
+        flops = metrics.get(LEARN_FLOPS)
+        if flops is not None:
+            self.timers.count_flops(to_floats({LEARN_FLOPS: flops})[LEARN_FLOPS], phases=LEARN_PHASES)
         merge_into(metrics, self.timers.collect())
         values = to_floats(metrics) | self._extra
         self._load_metrics, self._extra = {}, {}

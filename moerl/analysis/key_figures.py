@@ -30,6 +30,7 @@ def key_figures(metrics_rows: Iterable[Row]) -> dict[str, Any]:
         "reward_by_quarter": _by_quarter(trained, "reward/mean"),
         "rollout_tokens_per_second": _rate(trained, "rollout", ("rollout",)),
         "learn_tokens_per_second": _rate(trained, "learn", LEARN_PHASES),
+        "learn_tflops": _mean(_values(trained, "perf/tflops")),
         "route_drift_per_update": _mean(
             _values(trained, "route_update/expert_change") or _values(trained, "route_probe/expert_change")
         ),

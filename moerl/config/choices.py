@@ -107,6 +107,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "evaluation.temperature": _POSITIVE,
     "telemetry.samples_per_step": _AT_LEAST_ZERO,
     "telemetry.probe_prompts": _AT_LEAST_ZERO,
+    "telemetry.profile.start_step": _AT_LEAST_ONE,
+    "telemetry.profile.num_steps": _AT_LEAST_ZERO,
     "telemetry.contract_tolerance": _POSITIVE,
 }
 """Every number outside `algorithm`; null is left to the type. `rollout.temperature` has a rule of its own."""

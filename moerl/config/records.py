@@ -36,6 +36,15 @@ class WandbSection:
 
 
 @dataclass
+class ProfileSection:
+    """Steps under torch's profiler: `<run>/profile_steps_..._rank_....json.gz`, a chrome trace of every rank."""
+
+    start_step: int = 1
+    num_steps: int = 0
+    """0 is off. A trace of a step holds every operation of it: take one to three."""
+
+
+@dataclass
 class TelemetrySection:
     """What is written down."""
 
@@ -57,4 +66,5 @@ class TelemetrySection:
     """Write every step's batch to `<run>/batches/`, for inspect_batch and replay_step."""
     report: bool = True
     """Write report.html."""
+    profile: ProfileSection = field(default_factory=ProfileSection)
     wandb: WandbSection = field(default_factory=WandbSection)

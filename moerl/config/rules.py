@@ -323,6 +323,16 @@ def text_metrics(cfg: RunConfig) -> Iterator[str]:
         yield f"telemetry.reflection_words is {cfg.telemetry.reflection_words!r}, but a word must not be empty"
 
 
+def profile(cfg: RunConfig) -> Iterator[str]:
+    """A window that no step is in is a mistake."""
+    window = cfg.telemetry.profile
+    if window.num_steps and window.start_step > cfg.run.num_steps:
+        yield (
+            f"telemetry.profile.start_step is {window.start_step}, but the run has run.num_steps={cfg.run.num_steps}: "
+            "start earlier, or set telemetry.profile.num_steps=0"
+        )
+
+
 def files(cfg: RunConfig) -> Iterator[str]:
     """Everything that is read from disk is there."""
     yield from _model_files(cfg)
@@ -378,5 +388,6 @@ RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     refilter,
     pass_at,
     text_metrics,
+    profile,
 )
 """In the order of the schema."""

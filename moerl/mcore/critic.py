@@ -128,7 +128,7 @@ class MegatronCritic:
         _initialize(critic, model, weights, {**weights.local, **head}, chunks, layout, seed)
         wrapped = wrap_chunks(chunks, config, optim, overlap=layout.overlaps_grad_reduce)
         optimizer = Optimizer(_optim(optim, critic), wrapped, layout, num_steps=num_steps)
-        return cls(weights, head, StepRunner(wrapped, layout), optimizer, critic)
+        return cls(weights, head, StepRunner(wrapped, layout, source.kwargs, has_head=False), optimizer, critic)
 
     @property
     def parallel(self) -> ParallelState:
@@ -166,7 +166,7 @@ class MegatronCritic:
             with minibatch_of("critic", index, len(batch.minibatches)):
                 merge_into(metrics, self._update_minibatch(minibatch))
         self.version += 1
-        return metrics
+        return merge_into(metrics, {"perf/learn_flops": Sum(self._runner.take_flops())})
 
     def _fit(self, batch: StepBatch) -> Metrics:
         """How well the old values explain the returns."""

@@ -122,7 +122,7 @@ class MegatronPolicy:
         wrapped = wrap_chunks(chunks, config, optim, overlap=layout.overlaps_grad_reduce)
         rate = model.router_bias_update_rate
         optimizer = Optimizer(optim, wrapped, layout, num_steps=num_steps, bias_update_rate=rate)
-        policy = cls(source, layout, weights, StepRunner(wrapped, layout), optimizer)
+        policy = cls(source, layout, weights, StepRunner(wrapped, layout, source.kwargs), optimizer)
         policy._routing = routing
         policy._gamma_min = gamma_min
         if needs_reference:
@@ -144,6 +144,7 @@ class MegatronPolicy:
             epoch, and `route/*`, `load/*`, `mm/*` of the pair (rollout, old).
         """
         self._old_routing.clear()
+        self._runner.take_flops()  # those of probes belong to no step
         first_epoch = [micro for mini in batch.minibatches[: batch.num_score_minibatches] for micro in mini]
         filled: list[dict[str, Tensor]] = [{} for _ in first_epoch]
         metrics: Metrics = {}
@@ -253,6 +254,7 @@ class MegatronPolicy:
         every = self._refresh.update_every_steps
         if every and self.version % every == 0:
             self._frozen[REFERENCE].follow(self._refresh.ema)
+        merge_into(metrics, {"perf/learn_flops": Sum(self._runner.take_flops())})
         return merge_over_ranks(metrics, self.parallel)
 
     def _update_minibatch(
@@ -325,7 +327,7 @@ class MegatronPolicy:
         """Router-shift factors by pack, from a forward of their own: while a pipeline trains, its last stage cannot see
         the routers of the others. The factor has no gradient, so the two forwards need only agree in value.
         """
-        results = self._runner.forward(minibatch, self._replay_for_update, observe=True)
+        results = self._runner.forward(minibatch, self._replay_for_update, observe=True, counts=False)
         return {
             batch.sample_ids: self._shift(batch, result.observed)
             for batch, result in zip(minibatch, results, strict=True)

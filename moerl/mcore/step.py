@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from moerl.mcore.router_replay import Observation, concat_layers
 from moerl.mcore.rows import Routes, plan_rows
 from moerl.mcore.stages import StageExchange
 from moerl.metrics import Mean, Metrics
+from moerl.models.flops import BACKWARD, forward_flops
 from moerl.types import MicroBatch
 
 
@@ -144,8 +145,17 @@ def _top(scores: Tensor, batch: MicroBatch) -> Tensor | None:
 class StepRunner:
     """Runs micro-batches through this rank's chunks."""
 
-    def __init__(self, chunks: list[DistributedDataParallel], parallel: ParallelState) -> None:
-        """`chunks` share one TransformerConfig."""
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        parallel: ParallelState,
+        shape: Mapping[str, Any],
+        *,
+        has_head: bool = True,
+    ) -> None:
+        """`chunks` share one TransformerConfig; `shape` are the family's settings, `has_head` whether it ends in the
+        vocabulary.
+        """
         self._chunks: list[torch.nn.Module] = list(chunks)
         self.parallel = parallel
         config = chunks[0].config
@@ -153,11 +163,29 @@ class StepRunner:
         layers = tuple(position for chunk in chunks for position in unwrap(chunk).routes.layers)
         sizes = (config.num_moe_experts or 0, config.moe_router_topk)
         self._exchange = StageExchange(parallel, layers, sizes)
+        self._shape, self._has_head = shape, has_head
+        self._flops = 0.0
+
+    def take_flops(self) -> float:
+        """Operations of the model's passes over this data rank's tokens since the last call (`models/flops.py`)."""
+        flops, self._flops = self._flops, 0.0
+        return flops
+
+    def _count(self, micro_batches: Sequence[MicroBatch], passes: int) -> None:
+        lengths = [length for batch in micro_batches for length in batch.cu_seqlens.diff().tolist()]
+        self._flops += passes * forward_flops(self._shape, lengths, has_head=self._has_head).forward
 
     def forward(
-        self, micro_batches: Sequence[MicroBatch], replay: Callable[[MicroBatch], Routes], *, observe: bool
+        self,
+        micro_batches: Sequence[MicroBatch],
+        replay: Callable[[MicroBatch], Routes],
+        *,
+        observe: bool,
+        counts: bool = True,
     ) -> list[MicroResult]:
-        """Score without gradient and without dropout."""
+        """Score without gradient and without dropout; `counts`: among the operations that the algorithm asks for."""
+        if counts:
+            self._count(micro_batches, 1)
         return self._run(_Pass(micro_batches, replay, self.parallel, observe=observe, scale=1))
 
     def forward_backward(
@@ -169,6 +197,7 @@ class StepRunner:
         observe: bool,
     ) -> list[MicroResult]:
         """Add the gradient of the summed losses, over all ranks, to the gradient buffers."""
+        self._count(micro_batches, 1 + BACKWARD)
         scale = len(micro_batches) * self.parallel.dp_cp.size
         work = _Pass(micro_batches, replay, self.parallel, observe=observe, scale=scale)
         work.loss_function = loss_function

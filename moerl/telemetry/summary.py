@@ -74,6 +74,7 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
         ("mean reward by quarter", "  ".join(map(_share, rewards)) if any(r is not None for r in rewards) else None),
         ("tokens/s, rollout", _number(summary["rollout_tokens_per_second"], ",.0f")),
         ("tokens/s, learning", _number(summary["learn_tokens_per_second"], ",.0f")),
+        ("TFLOP/s a device, learning", _number(summary["learn_tflops"], ",.3g")),
         ("route drift per update", _number(summary["route_drift_per_update"], ".2%", " of the expert slots")),
         ("steps", f"{summary['steps']} in {summary['seconds']:.1f} s, seed {summary['seed']}"),
         ("run folder", str(folder)),

@@ -12,16 +12,25 @@ from moerl.metrics import Max, Mean, Metrics
 
 @dataclass
 class _Rate:
-    tokens: int = 0
+    tokens: float = 0
     phases: set[str] = field(default_factory=set)
 
 
 class Timers:
     """Stop-watches by phase: `with timers("rollout"): ...`; entered again, a phase adds up. Wall time."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock` gives seconds from any origin."""
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        num_devices: int = 1,
+        peak_flops: float | None = None,
+    ) -> None:
+        """`clock` gives seconds from any origin; `peak_flops` is what one device could do a second, where known."""
         self._clock = clock
+        self._num_devices = num_devices
+        self._peak_flops = peak_flops
+        self._flops = _Rate()
         self._seconds: dict[str, float] = {}
         self._rates: dict[str, _Rate] = {}
         self._since = clock()
@@ -41,10 +50,17 @@ class Timers:
         rate.tokens += tokens
         rate.phases.update(phases)
 
+    def count_flops(self, flops: float, *, phases: Sequence[str]) -> None:
+        """Report `perf/tflops`: operations of all devices together, by the seconds of `phases` and by the device."""
+        self._flops.tokens += flops
+        self._flops.phases.update(phases)
+
     def collect(self) -> Metrics:
         """What was measured since the last `collect`; resets.
 
-        `perf/<phase>_seconds`, `perf/<name>_tokens_per_second`, and `perf/step_seconds` for the whole time between.
+        `perf/<phase>_seconds`, `perf/<name>_tokens_per_second`, and `perf/step_seconds` for the whole time between;
+        `perf/tflops` of a device where operations were counted, and `perf/mfu`, its share of the peak, where that is
+        known.
         Seconds merge as the slowest rank's; rates as tokens by seconds. A rate whose phases took no time has no value.
         """
         now = self._clock()
@@ -53,5 +69,11 @@ class Timers:
         for name, rate in self._rates.items():
             seconds = sum(self._seconds.get(phase, 0.0) for phase in rate.phases)
             metrics[f"perf/{name}_tokens_per_second"] = Mean(float(rate.tokens) if seconds else 0.0, seconds)
-        self._seconds, self._rates, self._since = {}, {}, now
+        seconds = sum(self._seconds.get(phase, 0.0) for phase in self._flops.phases)
+        if seconds:
+            done = self._flops.tokens / self._num_devices
+            metrics["perf/tflops"] = Mean(done / 1e12, seconds)
+            if self._peak_flops:
+                metrics["perf/mfu"] = Mean(done / self._peak_flops, seconds)
+        self._seconds, self._rates, self._flops, self._since = {}, {}, _Rate(), now
         return metrics

@@ -22,7 +22,7 @@ PROMISED = (
     *(f"mm/extreme_{bound}" for bound in ("1.5", "2", "5", "10")),
     *("pg/clip_low", "pg/clip_high", "pg/entropy", "pg/kl_old", "reward/mean", "loss", "optim/lr", "optim/grad_norm"),
     *(f"perf/{phase}_seconds" for phase in ("rollout", "pack", "score", "update", "publish", "probe", "step")),
-    *("perf/rollout_tokens_per_second", "perf/learn_tokens_per_second"),
+    *("perf/rollout_tokens_per_second", "perf/learn_tokens_per_second", "perf/tflops"),
 )
 
 

@@ -9,14 +9,16 @@ Forward and backward of the weighted sum of log-probabilities, gradients to hidd
     entropy    the same and the entropy -sum p log p of every token, without gradient, as RL trainers report it
     moerl      mcore/vocab_parallel.py: tile by tile, always with the entropy
 
-On the CPU time is that of the process (user and system, so that what else runs there counts little) and the peak is the
-rise of the resident set; on a GPU time is that of CUDA events and the peak is the allocator's. Every side runs in a
-process of its own, in turn. All ratios are to `logits` of the same run.
+On the CPU time is that of the process (user and system, so that what else runs there counts little) and the peak is
+the rise of the resident set, gradients included; on a GPU time is the wall clock between synchronisations and the peak
+is the allocator's. Every side runs in a process of its own, in turn. All ratios are to `logits` of the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import statistics
@@ -80,11 +82,19 @@ def run_one(side: str, args: argparse.Namespace) -> Row:
         total = step()
         extra = torch.cuda.max_memory_allocated() - before
         return {"sum": total, "extra_mb": extra / 2**20, **_times(step, _cuda_clock, args.repetitions)}
-    from objective_batches import measure
+    total = step()
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    times = _times(step, time.process_time, args.repetitions)
+    return {"sum": total, "extra_mb": _status("VmHWM") - before, **times}
 
-    sums: list[float] = []
-    taken = measure(lambda: sums.append(step()), lambda: None, seconds=0.0, least=1)
-    return {"sum": sums[0], "extra_mb": taken["extra_mb"], **_times(step, time.process_time, args.repetitions)}
+
+def _status(key: str) -> float:
+    """MB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024
 
 
 def _cuda_clock() -> float:
@@ -135,8 +145,8 @@ def main() -> int:
     """Every side at every vocabulary, in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabs", type=int, nargs="+", default=[32_000, 151_936])
-    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[256])
+    parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="fp32 on a CPU, bf16 on a GPU unless given")
     parser.add_argument("--head", choices=["params", "fp32"], default="params", help="precision.head of moerl's side")
     parser.add_argument("--threads", type=int, default=1)

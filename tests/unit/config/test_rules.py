@@ -101,6 +101,11 @@ def test_the_defaults_pass(base):
         (["rollout.engine=dataset", "data.refilter.every_steps=2"], ["refilter.every_steps is 2", "no pass rate"]),
         (["rollout.engine=dataset", "algorithm.routing=R3"], ["records no routes", "algorithm.routing is R3"]),
         (["precision.fp8=blockwise"], ["precision.fp8=blockwise", "precision.params=bf16"]),
+        (
+            ["telemetry.profile={start_step: 11, num_steps: 1}"],
+            ["telemetry.profile.start_step is 11", "run.num_steps=10"],
+        ),
+        (["telemetry.profile.num_steps=-1"], ["telemetry.profile.num_steps is -1", "at least 0"]),
         (["precision.head=bf16"], ["precision.head is 'bf16'", "params, fp32"]),
         (["precision.recompute=layers"], ["precision.recompute is 'layers'", "none, selective, full"]),
         (["parallel.dispatcher=alltoal"], ["parallel.dispatcher is 'alltoal'", "did you mean 'alltoall'"]),
@@ -149,6 +154,7 @@ def test_each_rule_refuses(base, overrides, parts):
         ["precision.params=bf16", "precision.head=fp32", "precision.recompute=full"],
         ["parallel.dispatcher=allgather", "parallel.overlap_grad_reduce=true"],
         ["model.aux_loss_coefficient=0.1"],
+        ["telemetry.profile={start_step: 10, num_steps: 3}"],
     ],
 )
 def test_the_neighbouring_good_case_passes(base, overrides):

@@ -54,3 +54,19 @@ def test_forward_and_backward_of_the_tiny_model(kit, tiny_folder):
     products, attention = count(lambda: policy.gradients([micro], kit.Nll()))
     assert products == 3 * flops.layers + 4 * flops.head
     assert attention == 3.5 * square
+
+
+def test_a_step_reports_the_operations_of_its_passes(kit, tiny_folder):
+    """One scoring pass and one training pass over every minibatch; probes in between belong to no step."""
+    from moerl.mcore.model import read_source
+    from moerl.metrics import to_floats
+    from moerl.models.flops import forward_flops
+
+    policy = kit.make_policy(tiny_folder)
+    micros = [kit.make_micro([5, 9]), kit.make_micro([7, 4, 6], first_id=2)]
+    step = kit.make_step([micros[0]], [micros[1]])
+    policy.observe(micros)
+    scored, _ = policy.score(step, frozenset({"old_logprobs"}))
+    metrics = to_floats(policy.update(scored, kit.SequenceRatio()))
+    once = forward_flops(read_source(ModelSection(path=str(tiny_folder))).kwargs, [5, 9, 7, 4, 6])
+    assert metrics["perf/learn_flops"] == 4 * once.forward

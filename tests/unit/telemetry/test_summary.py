@@ -21,6 +21,7 @@ ROWS: list[dict[str, Any]] = [
             "perf/score_seconds": 1.0,
             "perf/update_seconds": 3.0,
             "perf/learn_tokens_per_second": 500.0,
+            "perf/tflops": 0.25,
         }
         for step in range(1, 9)
     ),
@@ -45,6 +46,7 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
         "accuracy_sampled_before": 0.29,
         "accuracy_sampled_after": 0.8,
         "steps": 8,
+        "learn_tflops": 0.25,
         "seconds": 83.412,
         "seed": 3,
         "versions": {"torch": "2.13.0"},

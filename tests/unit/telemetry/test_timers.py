@@ -67,3 +67,28 @@ def test_a_rate_without_time_has_no_value() -> None:
     timers = Timers(_Clock())
     timers.count_tokens("rollout", 10, phases=("rollout",))
     assert "perf/rollout_tokens_per_second" not in to_floats(timers.collect())
+
+
+def test_operations_by_seconds_of_their_phases_and_by_the_device() -> None:
+    clock = _Clock()
+    timers = Timers(clock, num_devices=4, peak_flops=1e12)
+    for phase, seconds in (("rollout", 5.0), ("score", 0.5), ("update", 1.5)):
+        with timers(phase):
+            clock.now += seconds
+    timers.count_flops(3e12, phases=("score", "update"))
+    timers.count_flops(1e12, phases=("score", "update"))
+    values = to_floats(timers.collect())
+    assert values["perf/tflops"] == pytest.approx(0.5)
+    assert values["perf/mfu"] == pytest.approx(0.5)
+    assert "perf/tflops" not in to_floats(timers.collect())
+
+
+def test_a_device_of_unknown_peak_has_no_share_of_it() -> None:
+    clock = _Clock()
+    timers = Timers(clock)
+    with timers("update"):
+        clock.now += 2.0
+    timers.count_flops(1e12, phases=("update",))
+    values = to_floats(timers.collect())
+    assert values["perf/tflops"] == pytest.approx(0.5)
+    assert "perf/mfu" not in values
