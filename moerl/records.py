@@ -24,7 +24,7 @@ from moerl.types import RolloutGroup, StepBatch
 
 LEARN_PHASES = ("score", "update")
 LEARN_FLOPS = "perf/learn_flops"
-"""Of the learner's passes in these phases, all ranks together."""
+"""Of the learner's passes in these phases, all ranks together; recorded as `perf/tflops`."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Records:
         if self.profile is not None:
             self.profile.end(step)
         merge_into(metrics, self._load_metrics)
-        flops = metrics.get(LEARN_FLOPS)
+        flops = metrics.pop(LEARN_FLOPS, None)
         if flops is not None:
             self.timers.count_flops(to_floats({LEARN_FLOPS: flops})[LEARN_FLOPS], phases=LEARN_PHASES)
         merge_into(metrics, self.timers.collect())

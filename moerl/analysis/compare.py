@@ -16,7 +16,7 @@ from rich.text import Text
 
 from moerl.analysis.run_folder import METRICS_FILE, read_metrics
 
-IGNORED = ("*_seconds", "*/seconds", "*_per_second")
+IGNORED = ("*_seconds", "*/seconds", "*_per_second", "perf/tflops", "perf/mfu")
 """Names that no two runs share: times and what is divided by them."""
 
 
