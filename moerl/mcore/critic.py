@@ -91,7 +91,8 @@ class MegatronCritic:
         """Completed updates: the step of its learning-rate schedule."""
         self._weights = weights
         self._local = {**weights.local, **head}
-        self._head = dict(head)
+        self.head = dict(head)
+        """The value head of this rank, if it has the last stage; live."""
         self._runner = runner
         self._optimizer = optimizer
         self._clip = settings.value_clip
@@ -219,7 +220,7 @@ class MegatronCritic:
         self._optimizer.complete_gradients()
         grads = {name: tensor.main_grad for name, tensor in self._weights.parameters().items()}  # pyright: ignore[reportAttributeAccessIssue] set by DDP
         found = {name: grad.clone() for name, grad in self._weights.export(grads)}
-        found.update({name: tensor.main_grad.clone() for name, tensor in self._head.items()})  # pyright: ignore[reportAttributeAccessIssue]
+        found.update({name: tensor.main_grad.clone() for name, tensor in self.head.items()})  # pyright: ignore[reportAttributeAccessIssue]
         self._optimizer.zero_grad()
         return found
 
@@ -228,7 +229,7 @@ class MegatronCritic:
     def export(self) -> dict[str, Tensor]:
         """Copies of every weight: the backbone under Hugging Face names, the head under `value_head.*`."""
         weights = {name: tensor.clone() for name, tensor in self._weights.export()}
-        return weights | {name: tensor.detach().clone() for name, tensor in self._head.items()}
+        return weights | {name: tensor.detach().clone() for name, tensor in self.head.items()}
 
     def begin_save(self, folder: Path) -> Callable[[], None]:
         """Copy weights, optimizer, version and RNGs of this rank; the work writes them into `<folder>/critic`."""

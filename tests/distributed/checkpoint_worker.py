@@ -20,6 +20,8 @@ from learner_worker import algorithm, build, pack, samples
 
 from moerl.algorithms.objective import build_objective
 from moerl.checkpoint import CheckpointStore
+from moerl.config.schema import CriticSection, ModelSection, OptimSection, ParallelSection, PrecisionSection
+from moerl.mcore.critic import MegatronCritic
 from moerl.mcore.parallel import release_parallel
 from moerl.mcore.policy import MegatronPolicy
 from moerl.metrics import to_floats
@@ -40,7 +42,7 @@ def train(policy: MegatronPolicy, case: dict[str, Any], steps: int) -> list[dict
     return seen
 
 
-def save(policy: MegatronPolicy, folder: Path) -> None:
+def save(policy: MegatronPolicy | MegatronCritic, folder: Path) -> None:
     """Every rank its part."""
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -95,6 +97,25 @@ def killed(policy: MegatronPolicy, case: dict[str, Any], folder: Path) -> None:
     train(policy, case, 100)
 
 
+def save_critic(case: dict[str, Any], layout: dict[str, Any], out: Path) -> None:
+    """A critic with a head that is not zero, or the one that was saved, as it is saved again."""
+    critic = MegatronCritic.build(
+        model=ModelSection(path=case["model"]),
+        parallel=ParallelSection(**layout),
+        precision=PrecisionSection(),
+        optim=OptimSection(distributed=True),
+        critic=CriticSection(),
+        num_steps=10,
+        seed=0,
+    )
+    if "load" in case:
+        critic.load(out / case["load"])
+    else:
+        for tensor in critic.head.values():
+            tensor.data.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 1.0)
+    save(critic, out / case["save"])
+
+
 def run(case: dict[str, Any], layout: dict[str, Any], out: Path) -> None:
     """Build, load, train, save, train on; what came out goes to files by the name of the run."""
     section = algorithm(case)
@@ -128,7 +149,8 @@ def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
     for layout in plan:
         for case in layout["runs"]:
-            run(case, layout["sizes"], Path(sys.argv[2]))
+            act = save_critic if "critic" in case else run
+            act(case, layout["sizes"], Path(sys.argv[2]))
         release_parallel()
 
 

@@ -66,6 +66,7 @@ def four_processes():
         {"run": "noisy_again", "load": "from_noisy", "after": 2, **DROPOUT, **DISTRIBUTED},
         {"run": "bf16", "save": "from_bf16", **train, **BF16, **DISTRIBUTED},
         {"run": "bf16_again", "load": "from_bf16", "after": 2, **BF16, **DISTRIBUTED},
+        {"run": "critic", "critic": True, "save": "critic"},
     ]
     return [
         {"sizes": TP2_EP2, "runs": first},
@@ -80,6 +81,7 @@ def four_processes():
                     "after": 2,
                     **DISTRIBUTED,
                 },
+                {"run": "critic_in_pp2", "critic": True, "load": "critic", "save": "critic_in_pp2"},
                 {"run": "bf16_in_pp2", "load": "from_bf16", "save": "bf16_in_pp2", **BF16},
             ],
         },
@@ -214,6 +216,13 @@ def test_saved_again_elsewhere_every_tensor_is_the_same_to_the_bit(folder, name)
     assert kinds == expected | ({"optimizer/main_param"} if "bf16" in name else set())
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert float(first["optimizer/exp_avg_sq/decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].max()) > 0
+
+
+def test_a_critic_and_its_head_move_to_another_layout(folder):
+    first, second = whole(folder / "critic" / "critic"), whole(folder / "critic_in_pp2" / "critic")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert first["weights/value_head.weight"].flatten().tolist() == list(range(1, 41))
 
 
 def test_the_distributed_optimizer_is_the_plain_one(folder):

@@ -80,6 +80,8 @@ def test_the_defaults_pass(base):
         (["data.refilter.return_after=0"], ["data.refilter.return_after is 0", "at least 1"]),
         (["telemetry.ngrams=[2,0]"], ["telemetry.ngrams holds [0]", "at least 1"]),
         (["telemetry.reflection_words=[wait,' ']"], ["telemetry.reflection_words", "must not be empty"]),
+        (["optim.name=sgd", "optim.distributed=true"], ["optim.distributed is true with optim.name=sgd", "no state"]),
+        (["optim.cpu_offload=true"], ["optim.cpu_offload is true without optim.distributed"]),
         (["optim.decay_steps=5"], ["optim.decay_steps is 5 with optim.schedule=constant"]),
         (["optim.schedule=linear", "optim.warmup_steps=10"], ["at step 10", "run.num_steps=10"]),
         (["optim.schedule=cosine", "optim.constant_steps=5", "optim.decay_steps=4"], ["optim.decay_steps=4"]),

@@ -106,3 +106,19 @@ def test_broken_installations_are_explained(tmp_path):
     assert lines[1].startswith("transformer_engine is installed but does not import (libcublas.so.99")
     assert lines[2].startswith("megatron-core is 0.12.0, but 0.19.2 is needed")
     assert "torch.cuda.Event does not exist in torch" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("optim", "message"),
+    [
+        ({"name": "sgd", "distributed": True}, "optim.name=sgd, which has no state to distribute"),
+        ({"cpu_offload": True}, "optim.cpu_offload is true without optim.distributed"),
+        ({"cpu_offload": True, "distributed": True}, "there is no GPU here whose memory it could relieve"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU cannot do")
+def test_what_cannot_be_distributed_or_offloaded_is_refused(optim, message):
+    from moerl.mcore.optim import Optimizer
+
+    with pytest.raises(ConfigError, match=message):
+        Optimizer(OptimSection(**optim), [], None, num_steps=1)  # pyright: ignore[reportArgumentType] refused before they are read
