@@ -104,7 +104,7 @@ def save_critic(case: dict[str, Any], layout: dict[str, Any], out: Path) -> None
         parallel=ParallelSection(**layout),
         precision=PrecisionSection(),
         optim=OptimSection(distributed=True),
-        critic=CriticSection(),
+        critic=CriticSection(init="policy"),
         num_steps=10,
         seed=0,
     )
