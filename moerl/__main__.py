@@ -10,7 +10,16 @@ import warnings
 from collections.abc import Sequence
 
 from moerl import __version__
-from moerl.errors import DISK_ERRORS, ConfigError, DataError, Interrupted, MoerlError
+from moerl.errors import (
+    DISK_ERRORS,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    MoerlError,
+    PeerError,
+    exit_status,
+)
+from moerl.world import launched_world
 
 COMMANDS = {
     "train": "train a policy: supervised or with reinforcement learning",
@@ -20,7 +29,7 @@ COMMANDS = {
 }
 """Subcommand -> one line of help; each is the module `moerl.commands.<name>`, imported only when it runs."""
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+IN_SEVERAL_PROCESSES = frozenset({"train"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,14 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         _overview().parse_args(arguments[:1])
         raise AssertionError("argparse exits on everything that is no command")
+    world = launched_world()
+    if not world.is_alone and arguments[0] not in IN_SEVERAL_PROCESSES:
+        if not world.local_rank:
+            _complain(f"moerl: `moerl {arguments[0]}` runs in one process; start it without a launcher")
+        return EXIT_USAGE
     command = importlib.import_module(f"moerl.commands.{arguments[0]}")
     parser = argparse.ArgumentParser(
         f"moerl {arguments[0]}", description=command.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     command.add_arguments(parser)
     args = parser.parse_intermixed_args(arguments[1:])  # `key=value` may stand after an option
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    level = logging.ERROR if world.rank else logging.INFO  # rank 0 speaks for all
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", module=r"megatron\.")  # absent GPU libraries and deprecations of its own
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # what megatron calls
     for noisy in ("megatron", "torch.utils.cpp_extension", "torch.distributed", "httpx", "antlr4"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     return _run(command.run, args)
@@ -56,15 +72,11 @@ def _overview() -> argparse.ArgumentParser:
 def _run(run: object, args: argparse.Namespace) -> int:
     try:
         return run(args)  # pyright: ignore[reportCallIssue]  every command module has run(args) -> int
-    except (ConfigError, DataError) as error:
-        _complain(f"moerl: {error}")
-        return EXIT_USAGE
-    except Interrupted as error:
-        _complain(f"moerl: {error}")
-        return EXIT_INTERRUPTED
+    except PeerError as error:
+        return error.status
     except MoerlError as error:
         _complain(f"moerl: {error}")
-        return EXIT_FAILED
+        return exit_status(error)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise

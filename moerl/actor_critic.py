@@ -17,11 +17,22 @@ from moerl.types import StepBatch
 class ActorCritic:
     """Scores with both, trains both on the same minibatches, keeps both in one checkpoint."""
 
-    def __init__(self, policy: Policy, critic: Critic, *, pretrain_steps: int) -> None:
-        """During the critic's first `pretrain_steps` updates the policy holds (VAPO, arXiv 2504.05118)."""
+    def __init__(
+        self,
+        policy: Policy,
+        critic: Critic,
+        *,
+        pretrain_steps: int,
+        merge: Callable[[Metrics], Metrics] = lambda metrics: metrics,
+    ) -> None:
+        """During the critic's first `pretrain_steps` updates the policy holds (VAPO, arXiv 2504.05118).
+
+        `merge` makes one of the metrics of all data-parallel ranks.
+        """
         self._policy = policy
         self._critic = critic
         self._pretrain_steps = pretrain_steps
+        self._merge = merge
 
     @property
     def version(self) -> int:
@@ -39,7 +50,7 @@ class ActorCritic:
         Raises:
             NumericsError: a loss or gradient of either is not finite; where it is the policy's, the critic has moved.
         """
-        metrics = _advantage_metrics(batch)
+        metrics = self._merge(_advantage_metrics(batch))
         merge_into(metrics, self._critic.update(batch))
         is_pretraining = self._critic.version <= self._pretrain_steps
         metrics["critic/is_pretraining"] = Last(float(is_pretraining))

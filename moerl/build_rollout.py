@@ -123,6 +123,15 @@ def load_data(cfg: RunConfig, *, with_train: bool = True) -> Data:
     return Data(tokenizer, train, held_out, scorer, {GIVEN: 1.0} if given else inner.weights)
 
 
+def reward_weights(cfg: RunConfig) -> dict[str, float]:
+    """As in `Data`, on a rank that scores nothing."""
+    if is_supervised(cfg):
+        return {GIVEN: 1.0}
+    scorer = build_scorer(reward_section(cfg))
+    scorer.close()
+    return scorer.weights
+
+
 @dataclass(frozen=True)
 class RolloutSide:
     """Engines and what asks them."""

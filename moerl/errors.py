@@ -55,5 +55,26 @@ class NumericsError(MoerlError, ArithmeticError):
     """A loss, gradient or weight that is not finite; raised on every rank, before an update or a checkpoint is made."""
 
 
+class PeerError(MoerlError, RuntimeError):
+    """Another rank failed and said why; this one ends without a word, with the same exit status."""
+
+    def __init__(self, status: int) -> None:
+        """`status` is the exit status of the rank that failed."""
+        super().__init__("another rank failed, and said why")
+        self.status = status
+
+
 class Interrupted(MoerlError, KeyboardInterrupt):  # noqa: N818  it is a signal, not an error
     """Ctrl-C after the state was saved; `moerl` exits with status 130."""
+
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def exit_status(error: BaseException) -> int:
+    """What `moerl` exits with after `error`."""
+    if isinstance(error, PeerError):
+        return error.status
+    if isinstance(error, ConfigError | DataError):
+        return EXIT_USAGE
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED

@@ -21,8 +21,15 @@ EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HF_FOLDER = "hf"
 
 
-def finish_run(cfg: RunConfig, folder: Path, policy: Policy, seconds: float) -> RenderableType:
-    """Write what a finished run leaves behind; returns the summary to print."""
+def finish_run(
+    cfg: RunConfig, folder: Path, policy: Policy, seconds: float, *, is_leader: bool = True
+) -> RenderableType | None:
+    """Write what a finished run leaves behind; returns the summary to print; None on ranks that do not lead."""
+    if not is_leader:
+        if cfg.checkpoint.export_hf:
+            for _ in policy.export():
+                pass  # every rank takes part in putting each weight together
+        return None
     if cfg.checkpoint.export_hf:
         dtype = EXPORT_DTYPES[cfg.checkpoint.export_dtype]
         hf = read_config(cfg.model.path)

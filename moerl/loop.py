@@ -4,7 +4,8 @@
       ^                                                                 (+ token_credit)              |
       +------------------------------ publish: weights, version + 1 <---------------------------------+
 
-Every arrow is one call of `_train_step`.
+Every arrow is one call of `_train_step`. Every process of a run walks this loop. Rank 0 alone has engines, verifiers
+and files: on the others `take`, `credit`, the evaluator and the records do nothing, and `share` brings the samples.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from moerl.errors import Interrupted, NumericsError
 from moerl.evaluate import Evaluator
 from moerl.metrics import Metrics, Sum, merge_into, to_floats
 from moerl.probe import RouteProbe
-from moerl.protocols import Policy, Rollouts, Stateful
+from moerl.protocols import Policy, Rollouts, Stateful, Team
 from moerl.records import Records
 from moerl.stop import StopSignal
 from moerl.token_credit import TokenCredit
 from moerl.types import RolloutGroup, Sample, StepBatch
+from moerl.world import Alone
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,10 @@ class Rooms:
 
     rollouts: Rollouts
     credit: Callable[[Sequence[RolloutGroup]], tuple[list[Sample], Metrics]]
+    share: Callable[[Sequence[Sample]], list[Sample]]
+    """The leader's samples, on every rank."""
     pack: Callable[[Sequence[Sample], int], StepBatch]
+    """(samples, step) -> this rank's tensors."""
     token_credit: TokenCredit
     policy: Policy
     objective: Any
@@ -64,10 +69,14 @@ class Rooms:
     contract: StepZeroContract
     checkpoints: CheckpointStore
     records: Records
+    merge: Callable[[Metrics], Metrics] = lambda metrics: metrics
+    """Metrics of every data-parallel rank's own samples, joined."""
     counts_empty: bool = False
     """Answers without a live token are packed too, for an aggregation that counts them."""
     states: Mapping[str, Stateful] = field(default_factory=dict)
     """What else a checkpoint holds: the memory of credit rules and of adaptive coefficients."""
+    team: Team = field(default_factory=Alone)
+    """The processes that walk the loop together."""
 
 
 def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> None:
@@ -77,7 +86,8 @@ def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> N
         Interrupted: Ctrl-C or SIGTERM came; the state of the last finished step is saved.
         NumericsError: a loss, gradient or weight was not finite; the batch is dumped, and nothing of the step is saved.
     """
-    with StopSignal() as stop, rooms.records, rooms.checkpoints:
+    team, signals = rooms.team, StopSignal(is_leader=rooms.team.is_leader, has_launcher=rooms.team.size > 1)
+    with signals as stop, rooms.records, rooms.checkpoints:
         first = _resume(rooms, resume_from) if resume_from else _start(rooms)
         for step in range(first, schedule.num_steps + 1):
             metrics = _train_step(rooms, step)
@@ -85,21 +95,24 @@ def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> N
                 with rooms.records.phase("evaluate"):
                     merge_into(metrics, rooms.evaluator.run())
             rooms.records.step(step, metrics)
-            if schedule.saves(step) or stop.requested:
+            is_stopping = team.any(stop.requested)
+            if schedule.saves(step) or is_stopping:
                 _save(rooms, step)
-            if stop.requested and step < schedule.num_steps:
+            if is_stopping and step < schedule.num_steps:
                 rooms.checkpoints.wait()
                 raise Interrupted(f"stopped after step {step} of {schedule.num_steps}; its state is saved")
 
 
 def _train_step(rooms: Rooms, step: int) -> Metrics:
     records = rooms.records
+    rooms.team.begin(step)
     records.begin(step)
     with records.phase("rollout"):
         groups, metrics = rooms.rollouts.take(step, rooms.policy.version)
     records.rollouts(step, groups, metrics)
     samples, new = rooms.credit(groups)
     merge_into(metrics, new)
+    samples = rooms.share(samples)
     live = [sample for sample in samples if rooms.counts_empty or sample.loss_mask.any()]
     if not any(sample.loss_mask.any() for sample in live):
         logger.warning("step %d: no token to train on (every group was filtered or masked); the weights stay", step)
@@ -110,7 +123,7 @@ def _train_step(rooms: Rooms, step: int) -> Metrics:
         batch, new = rooms.policy.score(batch, rooms.objective.needs | rooms.token_credit.needs)
         merge_into(metrics, new)
         batch, new = rooms.token_credit(batch, live, samples)
-    merge_into(metrics, new)
+    merge_into(metrics, rooms.merge(new))
     records.batch(step, batch)
     try:
         with records.phase("update"):

@@ -37,10 +37,9 @@ class RouteProbe:
         self._first: RouterStats | None = None
         self._last: RouterStats | None = None
 
-    def start(self, groups: Sequence[RolloutGroup]) -> None:
-        """Fix the probe's sequences and take the routes of step 0."""
-        trajectories = [t for group in groups for t in group.trajectories if t.status == "ok" and t.loss_mask.any()]
-        self._samples = [_probe_sample(i, t.token_ids, t.loss_mask) for i, t in enumerate(trajectories)]
+    def start(self, samples: Sequence[Sample]) -> None:
+        """Fix the probe's sequences (`probe_samples`; the same on every rank) and take the routes of step 0."""
+        self._samples = list(samples)
         if self._samples:
             first = self._routes()
             fitting = _fitting(self._samples, first)
@@ -90,6 +89,12 @@ class RouteProbe:
         parts = self._observe(micro_batches)
         order = torch.cat([_owners(micro) for micro in micro_batches]).argsort(stable=True)
         return RouterStats(_cat([p.own_routes for p in parts])[order], _cat([p.log_probs for p in parts])[order])
+
+
+def probe_samples(groups: Sequence[RolloutGroup]) -> list[Sample]:
+    """The probe's sequences, of answers that may have any reward."""
+    trajectories = [t for group in groups for t in group.trajectories if t.status == "ok" and t.loss_mask.any()]
+    return [_probe_sample(i, t.token_ids, t.loss_mask) for i, t in enumerate(trajectories)]
 
 
 def _fitting(samples: Sequence[Sample], seen: RouterStats) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import numpy as np
 from torch import Tensor
@@ -113,8 +114,22 @@ class Team(Protocol):
         """The leader's `data`, on every rank; what others give is not read."""
         ...
 
-    def deliver(self, parts: Sequence[bytes] | None) -> bytes:
-        """Of the leader's parts, one for each data-parallel rank, that of this rank."""
+    def deliver(self, part_of: Callable[[int], bytes]) -> bytes:
+        """What the leader's `part_of` says for the data-parallel rank of this one; the leader itself gets nothing."""
+        ...
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Tell the other ranks of an error, or leave it to the one that told first.
+
+        Raises:
+            PeerError: another rank has told of a fault.
+        """
         ...
 
 

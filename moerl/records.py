@@ -12,15 +12,17 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moerl.algorithms.load_metrics import LoadTracker, expert_counts, load_shares
 from moerl.metrics import Metrics, merge_into, to_floats
-from moerl.protocols import MetricSink
+from moerl.protocols import MetricSink, Team
 from moerl.telemetry.profiler import ProfileWindow
 from moerl.telemetry.progress import Progress
-from moerl.telemetry.sinks import LoadSink, PassRateSink, sample_record
+from moerl.telemetry.sinks import LoadSink, Nowhere, PassRateSink, sample_record
 from moerl.telemetry.timers import Timers
 from moerl.types import RolloutGroup, StepBatch
+from moerl.world import Alone
 
 LEARN_PHASES = ("score", "update")
 LEARN_FLOPS = "perf/learn_flops"
@@ -43,11 +45,14 @@ class Records:
 
     settings: RecordSettings
     sinks: MetricSink
-    loads: LoadSink
-    pass_rates: PassRateSink
+    loads: LoadSink | Nowhere
+    pass_rates: PassRateSink | Nowhere
     progress: Progress
     timers: Timers
     dump_batch: Callable[[Path, StepBatch, Mapping[str, Any]], object]
+    team: Team = field(default_factory=Alone)
+    sum_over_data: Callable[[Tensor], Tensor] = lambda counts: counts
+    """A tensor of every data-parallel rank -> their sum."""
     tracker: LoadTracker = field(default_factory=LoadTracker)
     profile: ProfileWindow | None = None
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -80,6 +85,7 @@ class Records:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase and show it."""
+        self.team.phase(name)
         self.progress.phase(name)
         with self.timers(name), nullcontext() if self.profile is None else self.profile.phase(name):
             yield
@@ -112,7 +118,7 @@ class Records:
     def batch(self, step: int, batch: StepBatch) -> None:
         """Count the scored batch's tokens, its expert load, and dump it where asked."""
         self.timers.count_tokens("learn", batch.num_tokens, phases=LEARN_PHASES)
-        load = expert_load(batch, self.settings.num_experts)
+        load = expert_load(batch, self.settings.num_experts, self.sum_over_data)
         if load is not None:
             self.loads.log(step, load.tolist())
             merge_into(self._load_metrics, self.tracker.update(load))
@@ -120,8 +126,9 @@ class Records:
             self.dump(step, batch, reason="telemetry.dump_batches")
 
     def dump(self, step: int, batch: StepBatch, *, reason: str) -> Path:
-        """Write the batch to `<run>/batches/step_N.npz`; returns the path."""
-        path = self.settings.folder / "batches" / f"step_{step:06d}.npz"
+        """Write this rank's batch to `<run>/batches/step_N.npz` (`step_N.rank_R.npz`); returns the path."""
+        rank = f".rank_{self.team.rank:05d}" if self.team.rank else ""
+        path = self.settings.folder / "batches" / f"step_{step:06d}{rank}.npz"
         path.parent.mkdir(parents=True, exist_ok=True)
         self.dump_batch(path, batch, {"step": step, "reason": reason})
         return path
@@ -150,7 +157,9 @@ class Records:
         self.tracker.load_state_dict(state["load"])
 
 
-def expert_load(batch: StepBatch, num_experts: int) -> np.ndarray | None:
+def expert_load(
+    batch: StepBatch, num_experts: int, sum_over_data: Callable[[Tensor], Tensor] = lambda counts: counts
+) -> np.ndarray | None:
     """Share of the live tokens' expert slots by layer and expert, [l, e]; None where no routes were taken.
 
     Counted once per sample (the first epoch), on the routers' own choice at the weights of the score pass. Token j
@@ -162,4 +171,6 @@ def expert_load(batch: StepBatch, num_experts: int) -> np.ndarray | None:
             return None
         predicts = micro.mask.roll(-1)  # row j - 1 predicts token j; a sequence's first token is never live
         parts.append(expert_counts(micro.old_routes, predicts, num_experts))
-    return load_shares(torch.stack(parts).sum(0)).double().cpu().numpy() if parts else None
+    if not parts:
+        return None
+    return load_shares(sum_over_data(torch.stack(parts).sum(0))).double().cpu().numpy()

@@ -15,8 +15,12 @@ ASYNCIO = logging.getLogger("asyncio")
 class StopSignal:
     """Context manager that turns the first SIGINT or SIGTERM into a flag the loop reads between steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_leader: bool = True, has_launcher: bool = False) -> None:
+        """Of several processes the leader speaks, and not of SIGTERM: their launcher sends it when one fails."""
         self.requested = False
+        self._tells = (signal.SIGINT,) if has_launcher else (signal.SIGINT, signal.SIGTERM)
+        if not is_leader:
+            self._tells = ()
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -39,4 +43,5 @@ class StopSignal:
             ASYNCIO.disabled = True  # it would print a traceback for every task that the interrupt cuts off
             raise KeyboardInterrupt
         self.requested = True
-        logger.warning("%s: stopping after this step; once more stops at once", signal.Signals(number).name)
+        if number in self._tells:
+            logger.warning("%s: stopping after this step; once more stops at once", signal.Signals(number).name)

@@ -68,6 +68,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "parallel.context": _AT_LEAST_ONE,
     "parallel.expert": _AT_LEAST_ONE,
     "parallel.expert_tensor": _AT_LEAST_ONE,
+    "parallel.timeout_seconds": _POSITIVE,
+    "parallel.silence_seconds": _POSITIVE,
     "data.max_prompt_tokens": _AT_LEAST_ONE,
     "data.refilter.every_steps": _AT_LEAST_ZERO,
     "data.refilter.low": _SHARE,

@@ -20,6 +20,11 @@ class ParallelSection:
     GPU and its library)."""
     overlap_grad_reduce: bool = False
     """Gradients are reduced over data-parallel ranks while the last micro-batch's backward still runs."""
+    timeout_seconds: float = 1800.0
+    """Longest that one exchange between ranks may take. What they wait while rank 0 samples or evaluates is not part of
+    one."""
+    silence_seconds: float = 60.0
+    """A rank that gave no sign of life for so long is taken for lost, and the run ends."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import Any
 
 from moerl.config import parallel_rules
 from moerl.config.choices import bound_errors, choice_errors
+from moerl.config.layout import parallel_axes
 from moerl.config.load import as_dict
 from moerl.config.schema import DatasetConfig, RunConfig
 from moerl.errors import ConfigError
@@ -76,32 +77,6 @@ def router_bias(cfg: RunConfig) -> Iterator[str]:
         yield (
             f"model.router_bias_update_rate is {rate} with algorithm.routing {routing!r}: loads would be those of "
             "recorded routes, or of routers that must not move; set it to 0, or algorithm.routing to none"
-        )
-
-
-def parallel_axes(cfg: RunConfig, world_size: int) -> Iterator[str]:
-    """The arithmetic of the axes, and what this version can do."""
-    axes = cfg.parallel
-    model = axes.tensor * axes.pipeline * axes.context
-    if world_size != 1:
-        yield f"the world size is {world_size}, but this version trains in one process; start it without a launcher"
-    if model > 0 and world_size % model:
-        yield (
-            f"parallel.tensor x parallel.pipeline x parallel.context = {axes.tensor} x {axes.pipeline} x "
-            f"{axes.context} = {model} must divide the world size, {world_size}; this version trains in one process, "
-            "so set all three to 1"
-        )
-    experts = axes.expert * axes.expert_tensor * axes.pipeline
-    if experts > 0 and world_size % experts:
-        yield (
-            f"parallel.expert x parallel.expert_tensor x parallel.pipeline = {axes.expert} x {axes.expert_tensor} x "
-            f"{axes.pipeline} = {experts} must divide the world size, {world_size}; this version trains in one "
-            "process, so set all three to 1"
-        )
-    if axes.virtual_pipeline is not None and axes.pipeline == 1:
-        yield (
-            f"parallel.virtual_pipeline is {axes.virtual_pipeline} with parallel.pipeline=1, but it splits a "
-            "pipeline's stages: set it to null"
         )
 
 

@@ -32,6 +32,7 @@ from moerl.mcore.model import (
 )
 from moerl.mcore.optim import Optimizer, minibatch_of, wrap_chunks
 from moerl.mcore.parallel import ParallelState, initialize_parallel
+from moerl.mcore.reduce import merge_over_ranks
 from moerl.mcore.rows import Predictions
 from moerl.mcore.step import MicroResult, StepRunner, TokenScores, own_routes
 from moerl.mcore.value_head import linear_values
@@ -167,7 +168,8 @@ class MegatronCritic:
             with minibatch_of("critic", index, len(batch.minibatches)):
                 merge_into(metrics, self._update_minibatch(minibatch))
         self.version += 1
-        return merge_into(metrics, {"perf/learn_flops": Sum(self._runner.take_flops())})
+        merge_into(metrics, {"perf/learn_flops": Sum(self._runner.take_flops())})
+        return merge_over_ranks(metrics, self.parallel)
 
     def _fit(self, batch: StepBatch) -> Metrics:
         """How well the old values explain the returns."""
@@ -195,7 +197,7 @@ class MegatronCritic:
             merge_into(metrics, result.metrics)
         live = torch.stack([batch.mask.any() for batch in minibatch]).any()
         if self.parallel.all_true(~live):  # momentum alone must not move the weights
-            return merge_into(metrics, {"critic/skipped_minibatches": Sum(1.0)})
+            return merge_into(metrics, {"critic/skipped_minibatches": Sum(1.0 / self.parallel.dp.size)})
         losses = [result.loss for result in results if result.loss is not None]
         stepped = self._optimizer.step(losses, self.version)
         return merge_into(metrics, {name.replace("optim/", "critic/"): value for name, value in stepped.items()})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ def initialize_parallel(section: ParallelSection, seed: int) -> ParallelState:
     Raises:
         ConfigError: sizes that do not fit the world size, or differ from those already set up in this process.
     """
-    _join_world()
+    join_world(section.timeout_seconds)
     world = dist.get_world_size()
     _check_sizes(section, world)
     if not parallel_state.model_parallel_is_initialized():
@@ -149,6 +150,7 @@ def initialize_parallel(section: ParallelSection, seed: int) -> ParallelState:
             context_parallel_size=section.context,
             expert_model_parallel_size=section.expert,
             expert_tensor_parallel_size=section.expert_tensor,
+            distributed_timeout_minutes=section.timeout_seconds / 60,  # pyright: ignore[reportArgumentType] a timedelta's
         )
     state = _describe(section, world)
     asked = (section.tensor, section.pipeline, section.context, section.expert, section.expert_tensor)
@@ -167,14 +169,15 @@ def release_parallel() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _join_world() -> None:
+def join_world(timeout_seconds: float) -> None:
+    """Join the process group that the launcher started, or be alone; once for a process."""
     if dist.is_initialized():
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
         return
     # Alone: a store in memory needs neither a port nor a file that another process could take.
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -102,6 +102,16 @@ class PassRateSink:
         self._file.close()
 
 
+class Nowhere:
+    """In place of a file, on ranks that write none."""
+
+    def log(self, step: int, values: Any) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class WandbSink:
     """wandb, imported only here. `offline` needs no account and no network; `wandb sync` uploads later."""
 

@@ -11,7 +11,7 @@ import torch
 from moerl.data.batch import build_step_batch
 from moerl.data.packing import plan_packing
 from moerl.metrics import to_floats
-from moerl.probe import RouteProbe
+from moerl.probe import RouteProbe, probe_samples
 from moerl.types import Prompt, RolloutGroup, RouterStats, Trajectory
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 2, 8, 2, 32
@@ -86,7 +86,7 @@ def groups(lengths=LENGTHS, **options):
 
 def probe_of(router, budget=64):
     probe = RouteProbe(router.observe, Packer(budget))
-    probe.start(groups())
+    probe.start(probe_samples(groups()))
     return probe
 
 
@@ -151,8 +151,8 @@ def test_each_measure_is_one_pass():
 def test_answers_without_a_verdict_or_a_live_token_are_left_out():
     router = Router()
     mixed, plain = RouteProbe(router.observe, Packer(64)), RouteProbe(router.observe, Packer(64))
-    mixed.start([*groups(), *groups(status="error"), *groups(live=False)])
-    plain.start(groups())
+    mixed.start(probe_samples([*groups(), *groups(status="error"), *groups(live=False)]))
+    plain.start(probe_samples(groups()))
     router.move(1, 0.5)
     assert to_floats(mixed.measure()) == to_floats(plain.measure())
 
@@ -161,7 +161,7 @@ def test_answers_without_a_verdict_or_a_live_token_are_left_out():
 def test_without_a_sequence_there_is_no_probe(nothing):
     router = Router()
     probe = RouteProbe(router.observe, Packer(64))
-    probe.start(nothing)
+    probe.start(probe_samples(nothing))
     assert probe.measure() == {}
     assert probe.state_dict() == {}
     assert router.passes == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from pathlib import Path
 
@@ -164,9 +165,37 @@ def test_the_neighbouring_good_case_passes(base, overrides):
 
 
 def test_several_processes_are_refused_with_the_arithmetic(base):
-    (fault,) = faults(base, world_size=4)
-    assert "world size is 4" in fault
-    assert "4 x 1 x 2 = 8" in "\n".join(faults(base, "parallel.tensor=4", "parallel.context=2", world_size=4))
+    assert faults(base, world_size=4) == []
+    (fault,) = faults(base, "parallel.tensor=4", "parallel.context=2", world_size=4)
+    assert "4 x 1 x 2 = 8 must divide the world size, 4" in fault
+    (fault,) = faults(base, "parallel.expert=3", world_size=4)
+    assert "parallel.expert x parallel.expert_tensor x parallel.pipeline = 3 x 1 x 1 = 3 must divide" in fault
+    found = faults(base, "parallel.tensor=2")
+    assert "start 2, or a multiple, with torchrun --standalone --nproc-per-node 2 -m moerl" in found[0]
+
+
+def test_axes_that_do_not_cut_the_model_evenly_are_refused_with_its_sizes(base, tmp_path):
+    sizes = {"num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2, "num_experts": 10}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
+
+    def of(*overrides):
+        return faults(base, *overrides, world_size=12)
+
+    assert of("parallel.pipeline=2", "parallel.virtual_pipeline=3", "parallel.tensor=2", "parallel.expert=2") == []
+    (fault,) = of("parallel.expert=4")
+    assert fault == "parallel.expert is 4, but must divide the model's 10 experts"
+    assert of("parallel.tensor=3") == ["parallel.tensor is 3, but must divide the model's 2 key-value heads"]
+    (fault,) = of("parallel.pipeline=4")
+    assert fault == "parallel.pipeline is 4, but must divide the model's 6 layers"
+    (fault,) = of("parallel.pipeline=2", "parallel.virtual_pipeline=2")
+    assert fault == "parallel.pipeline x parallel.virtual_pipeline = 2 x 2 = 4, but must divide the model's 6 layers"
+
+
+def test_a_step_too_small_for_its_ranks_is_refused(base):
+    (fault,) = faults(
+        base, "rollout.prompts_per_step=1", "rollout.group_size=2", "batch.num_minibatches=1", world_size=4
+    )
+    assert "1 x 2 = 2 samples cannot be shared by 4 data-parallel ranks" in fault
 
 
 def test_fp8_is_refused_whether_or_not_transformer_engine_is_here(base):

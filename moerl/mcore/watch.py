@@ -1,0 +1,199 @@
+"""Signs of life between ranks: a rank that dies or falls silent ends the run everywhere, with one message.
+
+A thread of every rank writes once a second into the launcher's store where its rank is. Rank 0 reads all of them, the
+others read rank 0's. Whoever finds a rank lost, or fails itself, claims the one place for a fault; all others see it
+there, say nothing and end with the same status. A thread ends the process, because the main thread may be inside an
+exchange that nobody will answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from moerl.errors import EXIT_FAILED, PeerError
+from moerl.world import World
+
+MAX_BEAT_SECONDS = 1.0
+GRACE_SECONDS = 4.0
+"""After a fault is known, for the main thread to end by itself."""
+BLAME_SECONDS = 10.0
+"""After an exchange failed, for the signs of life to show who is lost."""
+FAULT, BYE = "fault", "bye"
+
+
+@dataclass
+class _Seen:
+    """The last sign of one rank."""
+
+    text: str
+    at: float
+
+
+class Watch:
+    """One rank's thread; `close` it before the process ends well."""
+
+    def __init__(self, store: Store, world: World, silence_seconds: float) -> None:
+        """`store` is a connection of its own, so that nothing the main thread waits for holds up the signs."""
+        self._store = store
+        self._world = world
+        self._silence = silence_seconds
+        self._seconds = min(MAX_BEAT_SECONDS, silence_seconds / 5)
+        self._place: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "step": 0, "phase": "start"}
+        self._place |= {"entered": 0, "since": time.time()}
+        self._count = 0
+        self._seen: dict[int, _Seen] = {}
+        self._closing = threading.Event()
+        self._failed: dict[str, Any] | None = None
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._beat()
+
+    def start(self) -> None:
+        """Once every rank has made its watch."""
+        self._thread.start()
+
+    def begin(self, step: int) -> None:
+        """This rank is at `step`."""
+        self._place = {**self._place, "step": step}
+
+    def phase(self, name: str) -> None:
+        """And in this part of it."""
+        entered = self._place["entered"] + 1
+        self._place = {**self._place, "phase": name, "entered": entered, "since": time.time()}
+
+    def where(self) -> str:
+        """This rank's place, for people."""
+        return _where(self._place)
+
+    def refuse_fault(self) -> None:
+        """Raise `PeerError` where another rank has failed."""
+        if self._failed is not None:
+            raise PeerError(self._failed["status"])
+
+    def claim(self, text: str, status: int) -> int | None:
+        """None where this rank is the first to report a fault, and so tells it; else the exit status of the first."""
+        mine = json.dumps({"rank": self._world.rank, "text": text, "status": status})
+        first = bytes(self._store.compare_set(FAULT, "", mine)).decode()
+        return None if first == mine else json.loads(first)["status"]
+
+    def explain(self, error: BaseException) -> PeerError:
+        """Of an exchange that failed: wait for the fault behind it, or else report who is behind."""
+        patience = BLAME_SECONDS if self._world.rank == 0 else 1.5 * BLAME_SECONDS
+        end = time.monotonic() + patience
+        while self._failed is None and time.monotonic() < end:
+            time.sleep(0.1)
+        if self._failed is None:
+            self._report(f"{self._behind()} ({str(error).splitlines()[0]})")
+        return PeerError(EXIT_FAILED if self._failed is None else self._failed["status"])
+
+    def close(self, *, is_well: bool) -> None:
+        """Stop; `is_well` says goodbye first, so that nobody takes this rank for lost."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if is_well:
+            self._place = {**self._place, "phase": BYE}
+            self._beat()
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._seconds):
+            try:
+                self._beat()
+                self._failed = self._fault() or self._look()
+            except (dist.DistError, RuntimeError, OSError):
+                self._failed = self._without_store()
+            if self._failed is not None:
+                self._end(self._failed["status"])
+                return
+
+    def _beat(self) -> None:
+        self._count += 1
+        self._store.set(str(self._world.rank), json.dumps({**self._place, "count": self._count}))
+
+    def _fault(self) -> dict[str, Any] | None:
+        return json.loads(self._store.get(FAULT)) if self._store.check([FAULT]) else None
+
+    def _look(self) -> dict[str, Any] | None:
+        """Find ranks that are lost; the fault where there are any."""
+        watched = range(1, self._world.size) if self._world.rank == 0 else [0]
+        signs = self._signs(watched)
+        now = time.monotonic()
+        lost = []
+        for rank, text in signs.items():
+            if rank not in self._seen or self._seen[rank].text != text:
+                self._seen[rank] = _Seen(text, now)
+            sign, silent = json.loads(text), now - self._seen[rank].at
+            if sign["phase"] == BYE:
+                continue
+            if _is_gone(sign):
+                lost.append(f"rank {rank} died {_where(sign)}")
+            elif silent > self._silence:
+                lost.append(f"rank {rank} gave no sign of life for {silent:.0f} s; it was last seen {_where(sign)}")
+        if not lost:
+            return None
+        self._report("; ".join(lost))
+        return self._fault()
+
+    def _signs(self, ranks: Iterable[int]) -> dict[int, str]:
+        keys = [str(rank) for rank in ranks]
+        return {int(key): bytes(text).decode() for key, text in zip(keys, self._store.multi_get(keys), strict=True)}
+
+    def _behind(self) -> str:
+        """Who the others wait for, as far as phases tell."""
+        signs = {rank: json.loads(text) for rank, text in self._signs(range(self._world.size)).items()}
+        least = min(sign["entered"] for sign in signs.values())
+        behind = {rank: sign for rank, sign in signs.items() if sign["entered"] == least}
+        if len(behind) == len(signs):
+            return f"an exchange between the ranks failed {_where(signs[0])}"
+        listed = ", ".join(f"rank {rank} {_where(sign)}" for rank, sign in behind.items())
+        seconds = max(time.time() - sign["since"] for sign in behind.values())
+        return f"the others waited in vain for {listed}, for {seconds:.0f} s"
+
+    def _report(self, text: str) -> None:
+        if self.claim(text, EXIT_FAILED) is None:
+            say(f"{text}; every rank ends. Complete checkpoints are untouched: start the same command to go on")
+
+    def _without_store(self) -> dict[str, Any]:
+        if self._world.local_rank == 0:
+            say(f"rank {self._world.rank} lost its launcher {self.where()} and ends; start the same command to go on")
+        return {"status": EXIT_FAILED}
+
+    def _end(self, status: int) -> None:
+        if self._closing.wait(GRACE_SECONDS):
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _where(sign: dict[str, Any]) -> str:
+    return f"in phase {sign['phase']!r} of step {sign['step']}" if sign["step"] else f"in phase {sign['phase']!r}"
+
+
+def _is_gone(sign: dict[str, Any]) -> bool:
+    """Whether the process of a rank on this machine is no more."""
+    if sign["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(sign["pid"], 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def say(text: str) -> None:
+    """One line for the person, whatever the log levels."""
+    sys.stderr.write(f"moerl: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,66 @@
+"""What the loop tests run: a configuration, and the demo's policy with twice its layers, so that four stages fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "configs" / "demo"
+
+METHODS: dict[str, dict[str, Any]] = {
+    "gspo": {"preset": "gspo", "trust": {"lo": 3.0e-3, "hi": 4.0e-3}, "routing": "R2"},
+    "grpo": {"preset": "grpo", "routing": "R3", "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.05}},
+    "rspo": {"preset": "rspo", "trust": {"lo": 3.0e-3, "hi": 4.0e-3}},
+    "ppo": {
+        "preset": "ppo",
+        "critic": {"lr": 1.0e-3, "warmup_steps": 5},
+        "kl": {"place": "none", "coefficient": 0.0},
+    },
+}
+
+
+def deep_policy(folder: Path) -> Path:
+    """Four layers; the new ones add little to the stream, so that it answers much as the demo's does."""
+    source = DEMO / "policy"
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    config["num_hidden_layers"] = 2 * layers
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(source / "model.safetensors")
+    for name, tensor in list(weights.items()):
+        if name.startswith("model.layers."):
+            number = int(name.split(".")[2])
+            scale = 0.05 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            weights[name.replace(f".{number}.", f".{number + layers}.", 1)] = tensor * scale
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, folder / "model.safetensors")
+    assert torch.isfinite(torch.cat([tensor.flatten() for tensor in weights.values()])).all()
+    return folder
+
+
+def write_config(folder: Path, method: str, model: Path) -> Path:
+    """A small run with everything in it: evaluation, probe, checkpoints, export."""
+    held = {"name": "heldout", "source": {"name": "file", "path": str(DEMO / "data" / "heldout.jsonl")}, "limit": 8}
+    train = {"name": "sum", "source": {"name": "file", "path": str(DEMO / "data" / "train.jsonl")}}
+    values = {
+        "extends": str(DEMO / "base.yaml"),
+        "run": {"name": "x", "output_dir": str(folder / "runs")},
+        "model": {"path": str(model)},
+        "data": {"train": [train]},
+        "algorithm": METHODS[method],
+        "rollout": {"prompts_per_step": 4, "group_size": 4},
+        "batch": {"num_minibatches": 2, "max_tokens_per_microbatch": 512},
+        "evaluation": {"sets": [held], "interval_steps": 2, "num_samples": 1, "pass_at": [1]},
+        "checkpoint": {"interval_steps": 1, "keep": 3},
+        "telemetry": {"report": False, "probe_prompts": 4, "samples_per_step": 4},
+    }
+    path = folder / f"{method}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
