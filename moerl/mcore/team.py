@@ -7,10 +7,12 @@ pickled.
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 import torch
@@ -49,6 +51,7 @@ class ProcessTeam:
         self._parts: dict[int, dist.ProcessGroup] = {}
         """By data-parallel rank: its ranks and the leader, where this rank is one of them."""
         self._part = 0
+        signal.signal(signal.SIGTERM, _leave)
         self._watch = Watch(_store(), world, section.silence_seconds)
         dist.barrier(self._group)
         self._watch.start()
@@ -159,6 +162,13 @@ class ProcessTeam:
 def joined(world: World, section: ParallelSection) -> Team:
     """The team of this process; a context manager."""
     return Alone() if world.is_alone else ProcessTeam(world, section)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """SIGTERM outside of the loop: end, but not while an error is on its way, as the launcher sends it for one."""
+    del number, frame
+    if sys.exc_info()[1] is None:
+        raise KeyboardInterrupt
 
 
 def _store() -> Store:

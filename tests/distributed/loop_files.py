@@ -56,6 +56,7 @@ def write_config(folder: Path, method: str, model: Path) -> Path:
         "data": {"train": [train]},
         "algorithm": METHODS[method],
         "rollout": {"prompts_per_step": 4, "group_size": 4},
+        "optim": {"name": "sgd", "lr": 0.02} if method == "gspo" else {},
         "batch": {"num_minibatches": 2, "max_tokens_per_microbatch": 512},
         "evaluation": {"sets": [held], "interval_steps": 2, "num_samples": 1, "pass_at": [1]},
         "checkpoint": {"interval_steps": 1, "keep": 3},
