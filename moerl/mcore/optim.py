@@ -191,7 +191,7 @@ class Optimizer:
             "optim/grad_norm": Mean(size),
             "optim/grad_norm_max": Max(size),
             "optim/lr": Last(rate),
-            "optim/updates": Sum(1.0 / self.parallel.dp_cp.size),
+            "optim/updates": Sum(1.0 / self.parallel.dp.size),  # one rank of a context axis speaks
         }
 
 
