@@ -10,8 +10,9 @@ Forward and backward of the weighted sum of log-probabilities, gradients to hidd
     moerl      mcore/vocab_parallel.py: tile by tile, always with the entropy
 
 On the CPU time is that of the process (user and system, so that what else runs there counts little) and the peak is
-the rise of the resident set, gradients included; on a GPU time is the wall clock between synchronisations and the peak
-is the allocator's. Every side runs in a process of its own, in turn. All ratios are to `logits` of the same run.
+the rise of the resident set beyond weights and their gradients; on a GPU time is the wall clock between
+synchronisations and the peak is the allocator's. Every side runs in a process of its own, in turn. All ratios are
+to `logits` of the same run.
 """
 
 from __future__ import annotations
