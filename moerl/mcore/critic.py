@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
@@ -86,6 +87,7 @@ class MegatronCritic:
         runner: StepRunner,
         optimizer: Optimizer,
         settings: CriticSection,
+        hidden_size: int,
     ) -> None:
         """Wire parts; use `build`."""
         self.version = 0
@@ -94,6 +96,7 @@ class MegatronCritic:
         self._local = {**weights.local, **head}
         self.head = dict(head)
         """The value head of this rank, if it has the last stage; live."""
+        self._hidden_size = hidden_size
         self._runner = runner
         self._optimizer = optimizer
         self._clip = settings.value_clip
@@ -130,7 +133,8 @@ class MegatronCritic:
         _initialize(critic, model, weights, {**weights.local, **head}, chunks, layout, seed)
         wrapped = wrap_chunks(chunks, config, optim, overlap=layout.overlaps_grad_reduce)
         optimizer = Optimizer(_optim(optim, critic), wrapped, layout, num_steps=num_steps)
-        return cls(weights, head, StepRunner(wrapped, layout, source.kwargs, has_head=False), optimizer, critic)
+        runner = StepRunner(wrapped, layout, source.kwargs, has_head=False)
+        return cls(weights, head, runner, optimizer, critic, config.hidden_size)
 
     @property
     def parallel(self) -> ParallelState:
@@ -222,7 +226,8 @@ class MegatronCritic:
         self._optimizer.complete_gradients()
         grads = {name: tensor.main_grad for name, tensor in self._weights.parameters().items()}  # pyright: ignore[reportAttributeAccessIssue] set by DDP
         found = {name: grad.clone() for name, grad in self._weights.export(grads)}
-        found.update({name: tensor.main_grad.clone() for name, tensor in self.head.items()})  # pyright: ignore[reportAttributeAccessIssue]
+        head = {name: tensor.main_grad.clone() for name, tensor in self.head.items()}  # pyright: ignore[reportAttributeAccessIssue]
+        found.update(self._on_every_stage(head, torch.float32))
         self._optimizer.zero_grad()
         return found
 
@@ -231,7 +236,20 @@ class MegatronCritic:
     def export(self) -> dict[str, Tensor]:
         """Copies of every weight: the backbone under Hugging Face names, the head under `value_head.*`."""
         weights = {name: tensor.clone() for name, tensor in self._weights.export()}
-        return weights | {name: tensor.detach().clone() for name, tensor in self.head.items()}
+        head = {name: tensor.detach().clone() for name, tensor in self.head.items()}
+        return weights | self._on_every_stage(head, next(iter(self._weights.parameters().values())).dtype)
+
+    def _on_every_stage(self, head: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """What the last stage holds of the head, on all."""
+        axis = self.parallel.pp
+        if axis.size == 1:
+            return head
+        shapes = {f"{HEAD}.weight": (1, self._hidden_size), f"{HEAD}.bias": (1,)}
+        device = torch.cuda.current_device()
+        found = {n: head.get(n, torch.empty(s, dtype=dtype, device=device)) for n, s in shapes.items()}
+        for tensor in found.values():
+            dist.broadcast(tensor, src=dist.get_process_group_ranks(axis.group)[-1], group=axis.group)
+        return found
 
     def begin_save(self, folder: Path) -> Callable[[], None]:
         """Copy weights, optimizer, version and RNGs of this rank; the work writes them into `<folder>/critic`."""

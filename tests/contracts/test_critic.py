@@ -24,11 +24,11 @@ POLICY = "configs/demo/policy"
 LENGTHS = (9, 17, 6, 21, 12, 8, 30, 14)
 
 
-def build(init: str = "policy", **settings: float) -> MegatronCritic:
+def build(init: str = "policy", params: str = "fp32", **settings: float) -> MegatronCritic:
     return MegatronCritic.build(
         model=ModelSection(path=POLICY),
         parallel=ParallelSection(),
-        precision=PrecisionSection(),
+        precision=PrecisionSection(params=params),
         optim=OptimSection(),
         critic=CriticSection(init=init, **{"lr": 3e-3, **settings}),  # pyright: ignore[reportArgumentType] floats only
         num_steps=10,
@@ -168,6 +168,22 @@ def test_saved_and_loaded_is_bit_exact(tmp_path: Path) -> None:
     fourth.load(tmp_path)
     assert third.version == 0
     assert all(torch.equal(tensor, fourth.export()[name]) for name, tensor in third.export().items())
+
+
+def test_in_bf16_it_learns_and_its_checkpoint_is_bit_exact(tmp_path: Path) -> None:
+    """Parameters are bf16 and their main copies float32: both come back, so that the next updates are the same."""
+    first, second = build(params="bf16"), build(params="bf16")
+    before = to_floats(first.update(with_targets(first.score(step_batch()))))
+    trained(first, 6)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in second.export().values())
+    trained(first, 2)
+    trained(second, 2)
+    one, other = first.export(), second.export()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    after = to_floats(second.update(with_targets(second.score(step_batch()))))
+    assert after["critic/loss"] < before["critic/loss"] / 2
 
 
 def test_it_starts_from_a_hugging_face_folder() -> None:

@@ -13,16 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from moerl.actor_critic import ActorCritic
 from moerl.algorithms.aggregation import sequence_weights
+from moerl.algorithms.filtering import build_filters
 from moerl.algorithms.objective import build_objective
 from moerl.algorithms.presets import PRESETS
+from moerl.build_credit import build_credit_rules, build_token_rules, credit_state
 from moerl.config.load import config_from_dict
-from moerl.config.schema import ModelSection, OptimSection, ParallelSection, PrecisionSection
+from moerl.config.schema import CriticSection, ModelSection, OptimSection, ParallelSection, PrecisionSection
 from moerl.data.batch import build_step_batch
 from moerl.data.packing import plan_packing
+from moerl.mcore.critic import MegatronCritic
 from moerl.mcore.parallel import release_parallel
 from moerl.mcore.policy import MegatronPolicy
-from moerl.metrics import to_floats
+from moerl.metrics import Metrics, to_floats
+from moerl.token_credit import TokenCredit
 from moerl.types import LocalArray, Sample, StepBatch
 
 STEPS = 3
@@ -107,25 +112,89 @@ def pack(policy: MegatronPolicy, made: list[Sample], section: Any, case: dict[st
     )
 
 
-def train(case: dict[str, Any], layout: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+class Learner:
+    """The policy of a case, with a critic where its advantages come from one, and the credit between score and update.
+
+    Shaped as the loop has it, so that what is compared is what a run would do.
+    """
+
+    def __init__(self, case: dict[str, Any], layout: dict[str, Any]) -> None:
+        self.case = case
+        self.section = algorithm(case)
+        self.objective = build_objective(self.section)
+        memory = credit_state(self.section)
+        rules = build_credit_rules(self.section, build_filters(self.section.filters), {"r": 1.0}, memory)
+        token_rules = build_token_rules(self.section, self.objective, rules)
+        self.values = token_rules.values
+        needs = self.objective.needs | TokenCredit(token_rules, lambda own: [own]).needs
+        self.policy = build(case, layout, self.section, needs)
+        self.credit = TokenCredit(token_rules, self.policy.parallel.gather_over_data)
+        self.critic: MegatronCritic | None = None
+        self.learner: MegatronPolicy | ActorCritic = self.policy
+        if self.values is not None:
+            self.critic = build_critic(case, layout)
+            self.learner = ActorCritic(self.policy, self.critic, pretrain_steps=0)
+
+    def scored(self, step: int) -> tuple[StepBatch, Metrics]:
+        """A step's batch, ready for the update."""
+        constant = self.objective.constant_advantage or self.values is not None
+        made = samples(np.random.default_rng(step), self.case["shape"], constant=constant)
+        batch = pack(self.policy, made, self.section, self.case, step)
+        batch, metrics = self.learner.score(batch, self.objective.needs | self.credit.needs | {"old_logprobs"})
+        batch, more = self.credit(batch, made, made)
+        return batch, {**metrics, **more}
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Of both models, by name."""
+        named = {f"weight/{name}": tensor for name, tensor in self.policy.export()}
+        if self.critic is not None:
+            named |= {f"weight/critic/{name}": tensor for name, tensor in self.critic.export().items()}
+        return {name: tensor.detach().float().cpu().numpy().copy() for name, tensor in named.items()}
+
+
+def build_critic(case: dict[str, Any], layout: dict[str, Any]) -> MegatronCritic:
+    """The critic of one case, on the policy's weights."""
+    return MegatronCritic.build(
+        model=ModelSection(path=case["model"]),
+        parallel=ParallelSection(**layout),
+        precision=PrecisionSection(**case.get("precision", {})),
+        optim=OptimSection(name=case["optimizer"], lr=case["lr"]),
+        critic=CriticSection(init="policy", lr=10 * case["lr"], warmup_steps=0),
+        num_steps=10,
+        seed=0,
+    )
+
+
+def routes_of(batch: StepBatch) -> dict[str, np.ndarray]:
+    """Sample -> the routers' own experts [s, l, k], in order."""
+    found = {}
+    for micro in (micro for minibatch in batch.minibatches for micro in minibatch):
+        assert micro.old_routes is not None
+        bounds = micro.cu_seqlens.tolist()
+        for i, sample in enumerate(micro.sample_ids):
+            found[str(sample)] = micro.old_routes[bounds[i] : bounds[i + 1]].sort(-1).values.cpu().numpy()
+    return found
+
+
+def train(case: dict[str, Any], layout: dict[str, Any], out: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Gradients of the first minibatch, then three steps."""
-    section = algorithm(case)
-    objective = build_objective(section)
-    policy = build(case, layout, section, objective.needs)
-    record: dict[str, Any] = {"metrics": []}
-    arrays: dict[str, np.ndarray] = {}
+    learner = Learner(case, layout)
+    parallel = learner.policy.parallel
+    record: dict[str, Any] = {"metrics": [], "rank": parallel.rank}
+    arrays: dict[str, Any] = {}
     for step in range(STEPS):
-        made = samples(np.random.default_rng(step), case["shape"], constant=objective.constant_advantage)
-        batch = pack(policy, made, section, case, step)
-        batch, metrics = policy.score(batch, objective.needs | {"old_logprobs"})
+        batch, metrics = learner.scored(step)
         if step == 0:
-            grads = policy.gradients(batch.minibatches[0], objective)
+            grads = learner.policy.gradients(batch.minibatches[0], learner.objective)
             arrays |= {f"grad/{name}": value.float().cpu().numpy() for name, value in grads.items()}
-        metrics |= policy.update(batch, objective)
+            if parallel.tp.rank == parallel.cp.rank == parallel.pp.rank == 0:
+                np.savez(out / f"{name}.routes.{parallel.dp.rank}.npz", **routes_of(batch))
+        metrics |= learner.learner.update(batch, learner.objective)
         record["metrics"].append(to_floats(metrics))
-    weights = {f"weight/{name}": tensor.detach().float().cpu().numpy().copy() for name, tensor in policy.export()}
-    record["rank"] = policy.parallel.rank
-    return record, arrays | weights
+    if learner.critic is not None:  # its head has moved by now, so that its backbone has a gradient
+        grads = learner.critic.gradients(batch.minibatches[0])
+        arrays |= {f"critic_grad/{name}": value.float().cpu().numpy() for name, value in grads.items()}
+    return record, arrays | learner.weights()
 
 
 def main() -> None:
@@ -135,9 +204,9 @@ def main() -> None:
     out = Path(sys.argv[2])
     for layout in plan["layouts"]:
         for case in layout["cases"]:
-            record, arrays = train(case, layout["sizes"])
+            name = f"{layout['name']}.{case['name']}"
+            record, arrays = train(case, layout["sizes"], out, name)
             if record["rank"] == 0:
-                name = f"{layout['name']}.{case['name']}"
                 np.savez(out / f"{name}.npz", **arrays)  # pyright: ignore[reportArgumentType] names of arrays only
                 (out / f"{name}.json").write_text(json.dumps(record))
                 print(name, flush=True)

@@ -1,6 +1,7 @@
 """The learner is the same in every parallel layout: four processes on gloo against one, in float32.
 
-Every pair of layout and routing, and of method and routing, occurs. One launch runs all layouts.
+`tests/shared/layout_cases.py` says which combinations of layout, method, routing and router run here, and which more
+under the marker `slow`. One launch runs all layouts.
 """
 
 from __future__ import annotations
@@ -9,42 +10,23 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
+import tiny_models
+from layout_cases import FACTORS, LAYOUTS, METHODS, ROUTERS, ROUTINGS, Case, pairs_of, pairwise_cases, quick_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("learner_worker.py")
-LIMIT_SECONDS = 420
+LIMIT_SECONDS = 900
 
-LAYOUTS = {
-    "dp4": {},
-    "ep4": {"expert": 4},
-    "tp2_ep2_dp2": {"tensor": 2, "expert": 2},
-    "pp2_ep2_dp2": {"pipeline": 2, "expert": 2},
-    "tp2_pp2": {"tensor": 2, "pipeline": 2},
-    "tp2_ep2_pp2": {"tensor": 2, "expert": 2, "pipeline": 2},
-    "pp2_vpp2_dp2": {"pipeline": 2, "virtual_pipeline": 2},
-    "cp2_dp2": {"context": 2},
-    "cp4_ep2": {"context": 4, "expert": 2},
-    "cp2_tp2_ep2": {"context": 2, "tensor": 2, "expert": 2},
-    "cp2_pp2": {"context": 2, "pipeline": 2},
-    "etp2_ep2": {"expert": 2, "expert_tensor": 2},
-    "tp2_etp2_dp2": {"tensor": 2, "expert_tensor": 2},
-}
 BALANCED = ("tp2_pp2", "cp2_tp2_ep2", "cp2_pp2")
 """Also run with the balancing loss. It is a mean over micro-batches and data ranks, so one data rank is compared."""
-METHODS = {
-    "grpo": {},
-    "gspo": {},
-    "gmpo": {},
-    "rspo": {},
-    "dapo": {"correction": {"name": "tis"}},
-}
-ROUTINGS = ("none", "R2", "R3")
-SHAPE = {"layers": 3, "experts": 8, "topk": 3, "vocab": 54}
+SGD = "sgd"
+AUX = "aux"
 
 TOLERANCE = 2e-5
 """Of `1 + |value|`; of a tensor's largest entry for gradients; absolute for weights."""
@@ -53,89 +35,108 @@ OF_A_LAYOUT = {"data/padding_fraction"}
 WIDE = {"mm/chi2_seq": 2e-4}
 """Squares of exponentials of summed log-ratios: their last digits are those of the sum, times the value."""
 
+Run = tuple[str, str]
+"""Layout and the name of a case in it."""
+
 
 def save_model(folder: Path) -> Path:
     """Qwen3-MoE, random: a dense layer first, a vocabulary that two ranks do not divide evenly when padded."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = {
-        "vocab_size": SHAPE["vocab"],
-        "hidden_size": 40,
-        "intermediate_size": 56,
-        "num_hidden_layers": SHAPE["layers"] + 1,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "moe_intermediate_size": 24,
-        "num_experts": SHAPE["experts"],
-        "num_experts_per_tok": SHAPE["topk"],
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [0],
-        "rope_theta": 1e4,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 256,
-    }
-    torch.manual_seed(3)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            scale = 0.6 if "gate.weight" in name else 0.12
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else noise * scale)
-    model.save_pretrained(folder)
-    return folder
+    return tiny_models.save_model(folder, "dense_first")
 
 
-def case(model: str, method: str, routing: str, optimizer: str) -> dict:
+def case(model: str, method: str, routing: str, optimizer: str, router: str = "dense_first") -> dict[str, Any]:
+    """What the worker is told of one case."""
+    kind = tiny_models.KINDS[router]
     return {
-        "name": f"{method}.{routing}.{optimizer}",
+        "name": f"{method}.{routing}.{router}.{optimizer}",
         "preset": method,
         "algorithm": METHODS[method],
         "routing": routing,
         "model": model,
-        "optimizer": "sgd" if optimizer == "sgd" else "adam",
-        "model_options": {"aux_loss_coefficient": 0.02} if optimizer == "aux" else {},
-        "lr": 0.02 if optimizer == "sgd" else 2e-4,
-        "shape": SHAPE,
+        "optimizer": "sgd" if optimizer == SGD else "adam",
+        "model_options": {"aux_loss_coefficient": 0.02} if optimizer == AUX else {},
+        "lr": 0.02 if optimizer == SGD else 2e-4,
+        "shape": {"layers": kind.layers, "experts": kind.experts, "topk": kind.topk, "vocab": 54},
     }
 
 
-def names_of(layout: str) -> list[tuple[str, str, str]]:
-    """The cases of a layout: with every routing another method, so that seven layouts meet every pair."""
-    turn = list(LAYOUTS).index(layout)
-    methods = list(METHODS)
-    adam = [(methods[(turn + i) % len(methods)], routing, "adam") for i, routing in enumerate(ROUTINGS)]
-    balanced = [("grpo", "none", "aux")] if layout in BALANCED else []
-    return [*adam, ("gspo", "R3", "sgd"), *balanced]
+def runs_of(cases: Sequence[Case], *, all_sgd: bool) -> list[tuple[Case, str]]:
+    """Every case with Adam; with plain SGD all, or one of each layout; the balancing loss apart."""
+    runs = [(one, "adam") for one in cases]
+    runs += [(one, SGD) for i, one in enumerate(cases) if all_sgd or ROUTINGS[i // 3 % 3] == one.routing]
+    if all_sgd:
+        return runs
+    aux = [("softmax", "none"), ("sigmoid", "none"), ("shared", "none")]
+    return runs + [
+        (Case(name, "grpo", routing, router), AUX) for name, (router, routing) in zip(BALANCED, aux, strict=True)
+    ]
 
 
-def start(plan: dict, folder: Path, processes: int) -> None:
+QUICK = runs_of(quick_cases(), all_sgd=False)
+SLOW = runs_of(pairwise_cases(), all_sgd=True)
+
+
+def name_of(one: Case, optimizer: str) -> str:
+    """Of a run within its layout."""
+    return f"{one.method}.{one.routing}.{one.router}.{optimizer}"
+
+
+def start(plan: dict[str, Any], folder: Path, processes: int, limit: float) -> None:
     path = folder / f"plan_{processes}.json"
     path.write_text(json.dumps(plan))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launcher if processes > 1 else []), str(WORKER), str(path), str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit, check=False
     )
     errors = [line for line in done.stderr.splitlines() if "Error" in line]
     assert done.returncode == 0, "\n".join(errors[:8] or done.stderr.splitlines()[-20:])
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("layouts")
-    model = str(save_model(folder / "model"))
+def run_all(runs: Sequence[tuple[Case, str]], folder: Path, limit: float) -> Path:
+    """Every run in its layout, and once alone."""
+    models = {router: str(tiny_models.save_model(folder / router, router)) for router in ROUTERS}
+
+    def told(found: Sequence[tuple[Case, str]]) -> list[dict[str, Any]]:
+        made = [case(models[c.router], c.method, c.routing, optimizer, c.router) for c, optimizer in found]
+        return list({one["name"]: one for one in made}.values())
+
     layouts = [
-        {"name": name, "sizes": sizes, "cases": [case(model, *names) for names in names_of(name)]}
+        {"name": name, "sizes": sizes, "cases": told([run for run in runs if run[0].layout == name])}
         for name, sizes in LAYOUTS.items()
     ]
-    every = sorted({names for name in LAYOUTS for names in names_of(name)})
-    alone = [{"name": "alone", "sizes": {}, "cases": [case(model, *names) for names in every]}]
-    start({"layouts": alone}, folder, 1)
-    start({"layouts": layouts}, folder, 4)
+    start({"layouts": [{"name": "alone", "sizes": {}, "cases": told(runs)}]}, folder, 1, limit)
+    start({"layouts": layouts}, folder, 4, limit)
     return folder
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> Path:
+    return run_all(QUICK, tmp_path_factory.mktemp("layouts"), LIMIT_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory) -> Path:
+    return run_all(SLOW, tmp_path_factory.mktemp("pairwise"), 6 * LIMIT_SECONDS)
+
+
+@pytest.fixture
+def outcome(request, run: tuple[str, Run]) -> tuple[Path, str, str]:
+    """Where the run's files are; the whole set runs when the first of it is asked for."""
+    folder = request.getfixturevalue(run[0])
+    return folder, *run[1]
+
+
+def parameters(wanted: str = "") -> list[Any]:
+    """Every run whose name ends with `wanted`; those of the full coverage are slow."""
+    found = []
+    for kind, runs, marks in (("quick", QUICK, ()), ("slow", SLOW, (pytest.mark.slow,))):
+        for one, optimizer in runs:
+            if optimizer.endswith(wanted):
+                name = name_of(one, optimizer)
+                found.append(pytest.param((kind, (one.layout, name)), id=f"{kind}-{one.layout}-{name}", marks=marks))
+    return found
 
 
 def read(folder: Path, layout: str, name: str) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
@@ -144,34 +145,47 @@ def read(folder: Path, layout: str, name: str) -> tuple[list[dict[str, float]], 
         return record["metrics"], dict(arrays)
 
 
-CASES = [(layout, ".".join(names)) for layout in LAYOUTS for names in names_of(layout)]
+def routes(folder: Path, layout: str, name: str) -> dict[str, np.ndarray]:
+    """Of every sample, from the data ranks that had it."""
+    found: dict[str, np.ndarray] = {}
+    for path in folder.glob(f"{layout}.{name}.routes.*.npz"):
+        with np.load(path) as arrays:
+            found |= dict(arrays)
+    return found
 
 
-def test_every_pair_occurs():
-    seen = {(layout, routing) for layout in LAYOUTS for _, routing, _ in names_of(layout)}
-    assert seen == {(layout, routing) for layout in LAYOUTS for routing in ROUTINGS}
-    pairs = {(method, routing) for layout in LAYOUTS for method, routing, _ in names_of(layout)}
-    assert pairs == {(method, routing) for method in METHODS for routing in ROUTINGS}
+def test_every_pair_that_must_occur_does():
+    quick_ones = quick_cases()
+    assert len(quick_ones) <= 40
+    assert {(c.layout, c.routing) for c in quick_ones} == {(a, b) for a in LAYOUTS for b in ROUTINGS}
+    assert {(c.method, c.routing) for c in quick_ones} == {(a, b) for a in METHODS for b in ROUTINGS}
+    assert {(c.router, c.routing) for c in quick_ones} == {(a, b) for a in ROUTERS for b in ROUTINGS}
+    met = {pair for one in pairwise_cases() for pair in pairs_of(one)}
+    sizes = [len(values) for values in FACTORS]
+    assert len(met) == (sum(sizes) ** 2 - sum(size**2 for size in sizes)) // 2
 
 
-@pytest.mark.parametrize(("layout", "name"), CASES)
-def test_metrics_of_three_steps_are_those_of_one_process(outcomes, layout, name):
-    alone, _ = read(outcomes, "alone", name)
-    together, _ = read(outcomes, layout, name)
+@pytest.mark.parametrize("run", parameters())
+def test_metrics_of_three_steps_are_those_of_one_process(outcome):
+    folder, layout, name = outcome
+    alone, _ = read(folder, "alone", name)
+    together, _ = read(folder, layout, name)
+    expected = {"loss", "optim/grad_norm", "route_update/dev_p90"}
+    if name.startswith("ppo"):
+        expected |= {"critic/loss", "critic/grad_norm", "critic/explained_variance", "advantage/abs_mean"}
     for step, (a, b) in enumerate(zip(alone, together, strict=True)):
         assert a.keys() == b.keys()
-        assert "loss" in a
-        assert "optim/grad_norm" in a
-        assert "route_update/dev_p90" in a
+        assert expected <= a.keys()
         for metric in a.keys() - OF_A_LAYOUT:
             value = a[metric]
             allowed = WIDE.get(metric, TOLERANCE) * (1 + abs(value))
             assert abs(b[metric] - value) <= allowed, (step, metric, value, b[metric])
 
 
-@pytest.mark.parametrize(("layout", "name"), CASES)
-def test_gradients_of_the_first_minibatch_are_those_of_one_process(outcomes, layout, name):
-    alone, together = read(outcomes, "alone", name)[1], read(outcomes, layout, name)[1]
+@pytest.mark.parametrize("run", parameters())
+def test_gradients_of_the_first_minibatch_are_those_of_one_process(outcome):
+    folder, layout, name = outcome
+    alone, together = read(folder, "alone", name)[1], read(folder, layout, name)[1]
     assert alone.keys() == together.keys()
     grads = [key for key in alone if key.startswith("grad/")]
     assert len(grads) > 80
@@ -180,10 +194,33 @@ def test_gradients_of_the_first_minibatch_are_those_of_one_process(outcomes, lay
         assert np.abs(together[key] - alone[key]).max() <= TOLERANCE * largest + 1e-9, key
 
 
-@pytest.mark.parametrize(("layout", "name"), [pair for pair in CASES if pair[1].endswith("sgd")])
-def test_weights_after_three_steps_of_sgd_are_those_of_one_process(outcomes, layout, name):
-    alone, together = read(outcomes, "alone", name)[1], read(outcomes, layout, name)[1]
+@pytest.mark.parametrize("run", parameters())
+def test_routes_before_the_first_update_are_those_of_one_process(outcome):
+    folder, layout, name = outcome
+    alone, together = routes(folder, "alone", name), routes(folder, layout, name)
+    assert len(alone) == 12
+    assert alone.keys() == together.keys()
+    for sample, chosen in alone.items():
+        assert np.array_equal(chosen, together[sample]), sample
+
+
+@pytest.mark.parametrize("run", parameters(SGD))
+def test_weights_after_three_steps_of_sgd_are_those_of_one_process(outcome):
+    folder, layout, name = outcome
+    alone, together = read(folder, "alone", name)[1], read(folder, layout, name)[1]
     weights = [key for key in alone if key.startswith("weight/")]
-    assert len(weights) > 80
+    assert len(weights) > (160 if name.startswith("ppo") else 80)
     for key in weights:
         assert np.abs(together[key] - alone[key]).max() <= TOLERANCE, key
+
+
+@pytest.mark.parametrize("run", [run for run in parameters(SGD) if ".ppo." in f".{run.values[0][1][1]}"])
+def test_gradients_of_a_critic_that_moved_are_those_of_one_process(outcome):
+    folder, layout, name = outcome
+    alone, together = read(folder, "alone", name)[1], read(folder, layout, name)[1]
+    grads = [key for key in alone if key.startswith("critic_grad/")]
+    overall = max(np.abs(alone[key]).max() for key in grads)
+    assert {"critic_grad/value_head.weight", "critic_grad/model.embed_tokens.weight"} <= set(grads)
+    for key in grads:
+        largest = np.abs(alone[key]).max()
+        assert np.abs(together[key] - alone[key]).max() <= TOLERANCE * largest + 1e-6 * overall, key

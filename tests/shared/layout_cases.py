@@ -1,0 +1,77 @@
+"""The factors of the layout tests, and which of their combinations run: layout x method x routing x router."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "dp4": {},
+    "ep4": {"expert": 4},
+    "tp2_ep2_dp2": {"tensor": 2, "expert": 2},
+    "pp2_ep2_dp2": {"pipeline": 2, "expert": 2},
+    "tp2_pp2": {"tensor": 2, "pipeline": 2},
+    "tp2_ep2_pp2": {"tensor": 2, "expert": 2, "pipeline": 2},
+    "pp2_vpp2_dp2": {"pipeline": 2, "virtual_pipeline": 2},
+    "cp2_dp2": {"context": 2},
+    "cp4_ep2": {"context": 4, "expert": 2},
+    "cp2_tp2_ep2": {"context": 2, "tensor": 2, "expert": 2},
+    "cp2_pp2": {"context": 2, "pipeline": 2},
+    "etp2_ep2": {"expert": 2, "expert_tensor": 2},
+    "tp2_etp2_dp2": {"tensor": 2, "expert_tensor": 2},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "gspo": {},
+    "gmpo": {},
+    "rspo": {},
+    "dapo": {"correction": {"name": "tis"}},
+    "ppo": {},
+}
+"""Preset -> changes to it."""
+ROUTINGS = ("none", "R2", "R3")
+ROUTERS = ("softmax", "dense_first", "sigmoid", "shared")
+"""Keys of `tiny_models.KINDS`."""
+
+
+class Case(NamedTuple):
+    """One combination."""
+
+    layout: str
+    method: str
+    routing: str
+    router: str
+
+
+FACTORS = (tuple(LAYOUTS), tuple(METHODS), ROUTINGS, ROUTERS)
+
+
+def quick_cases() -> list[Case]:
+    """Every layout with every routing, every method with every routing, every router with every routing.
+
+    The router follows from method and routing, so that few single-process runs are needed to compare with.
+    """
+    methods = list(METHODS)
+    cases = []
+    for turn, layout in enumerate(LAYOUTS):
+        for i, routing in enumerate(ROUTINGS):
+            method = (turn + 2 * i) % len(methods)
+            cases.append(Case(layout, methods[method], routing, ROUTERS[(method + i) % len(ROUTERS)]))
+    return cases
+
+
+def pairwise_cases() -> list[Case]:
+    """Few cases in which every two values of every two factors meet: each next case meets the most new pairs."""
+    every = [Case(*values) for values in itertools.product(*FACTORS)]
+    missing = {pair for case in every for pair in pairs_of(case)}
+    chosen = []
+    while missing:
+        best = max(every, key=lambda case: len(missing & pairs_of(case)))
+        chosen.append(best)
+        missing -= pairs_of(best)
+    return sorted(chosen, key=lambda case: (list(LAYOUTS).index(case.layout), case))
+
+
+def pairs_of(case: Case) -> frozenset[tuple[tuple[str, str], ...]]:
+    """The pairs of (factor, value) that a case meets."""
+    return frozenset(itertools.combinations(zip(Case._fields, case, strict=True), 2))
