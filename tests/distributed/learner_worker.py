@@ -26,6 +26,7 @@ from moerl.data.packing import plan_packing
 from moerl.mcore.critic import MegatronCritic
 from moerl.mcore.parallel import release_parallel
 from moerl.mcore.policy import MegatronPolicy
+from moerl.mcore.reduce import merge_over_ranks
 from moerl.metrics import Metrics, to_floats
 from moerl.token_credit import TokenCredit
 from moerl.types import LocalArray, Sample, StepBatch
@@ -142,7 +143,7 @@ class Learner:
         batch = pack(self.policy, made, self.section, self.case, step)
         batch, metrics = self.learner.score(batch, self.objective.needs | self.credit.needs | {"old_logprobs"})
         batch, more = self.credit(batch, made, made)
-        return batch, {**metrics, **more}
+        return batch, {**metrics, **merge_over_ranks(more, self.policy.parallel)}
 
     def weights(self) -> dict[str, np.ndarray]:
         """Of both models, by name."""
