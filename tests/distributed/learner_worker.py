@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,8 @@ class Learner:
         self.learner: MegatronPolicy | ActorCritic = self.policy
         if self.values is not None:
             self.critic = build_critic(case, layout)
-            self.learner = ActorCritic(self.policy, self.critic, pretrain_steps=0)
+            merge = partial(merge_over_ranks, parallel=self.policy.parallel)
+            self.learner = ActorCritic(self.policy, self.critic, pretrain_steps=0, merge=merge)
 
     def scored(self, step: int) -> tuple[StepBatch, Metrics]:
         """A step's batch, ready for the update."""
