@@ -205,9 +205,8 @@ class MegatronPolicy:
             metrics.update(moe_stats.rollout_pair_metrics(batches, observed))
             counts = moe_stats.own_counts(batches, observed, self.num_experts)
             metrics.update(load_of_counts(self.parallel.sum_over_data(counts)))
-        if any(
-            batch.rollout_logprobs[batch.mask].isfinite().any() for batch in batches
-        ):  # a file's completions have none
+        # Completions of a file have none: nobody sampled them.
+        if any(batch.rollout_logprobs[batch.mask].isfinite().any() for batch in batches):
             metrics.update(moe_stats.logprob_pair_metrics(batches, [result.logprobs for result in results]))
         if self.version == 0:
             metrics.update(rollout_agreement(batches, results))
