@@ -15,11 +15,12 @@ from moerl.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
+    ConfigError,
     MoerlError,
     PeerError,
     exit_status,
 )
-from moerl.world import launched_world
+from moerl.world import launched_world, let_the_first_speak
 
 COMMANDS = {
     "train": "train a policy: supervised or with reinforcement learning",
@@ -38,8 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         _overview().parse_args(arguments[:1])
         raise AssertionError("argparse exits on everything that is no command")
-    world = launched_world()
+    try:
+        world = launched_world()
+    except ConfigError as error:
+        _complain(f"moerl: {error}")
+        return EXIT_USAGE
     if not world.is_alone and arguments[0] not in IN_SEVERAL_PROCESSES:
+        let_the_first_speak(world)
         if not world.local_rank:
             _complain(f"moerl: `moerl {arguments[0]}` runs in one process; start it without a launcher")
         return EXIT_USAGE

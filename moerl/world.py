@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from moerl.errors import ConfigError
+
+SPEAKING_SECONDS = 15.0
+"""Of a process that has imported little and has a fault to tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,15 @@ def launched_world(environment: Mapping[str, str] = os.environ) -> World:
             "start several processes with torchrun, and one with WORLD_SIZE unset"
         )
     return World(*(int(environment[name]) for name in names))
+
+
+def let_the_first_speak(world: World) -> None:
+    """Of a fault that every rank of a node finds, its first one tells; the others must not end before it has.
+
+    The launcher ends all ranks as soon as one ends, so they wait for that.
+    """
+    if world.local_rank:
+        time.sleep(SPEAKING_SECONDS)
 
 
 class Alone:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moerl.errors import ConfigError, Interrupted, PeerError, exit_status
-from moerl.world import launched_world
+from moerl.world import launched_world, let_the_first_speak
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         cfg = load(args.config, args.overrides)
     except ConfigError as error:
-        if world.local_rank:  # the first rank of the node says it
+        let_the_first_speak(world)
+        if world.local_rank:
             raise PeerError(exit_status(error)) from error
         raise
 

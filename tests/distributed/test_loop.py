@@ -1,7 +1,11 @@
-"""A run of several processes ends as one: a rank that is killed, Ctrl-C, an error that one rank finds."""
+"""The whole loop in several processes is that of one, goes on from its checkpoints bit for bit, and ends as one.
+
+All layouts run in one launch of four processes (`loop_worker.py`); what needs processes of its own is started apart.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,13 +13,28 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loop_files import METHODS, ROOT, deep_policy, write_config
 
 LIMIT_SECONDS = 600
+TOLERANCE = 2e-5
+"""Of `1 + |value|`."""
+TIMES = ("_seconds", "per_second", "perf/tflops")
+
+LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "dp4": ("gspo", ()),
+    "tp2_ep2": ("grpo", ("parallel.tensor=2", "parallel.expert=2")),
+    "pp2": ("rspo", ("parallel.pipeline=2",)),
+    "tp2_pp2": ("ppo", ("parallel.tensor=2", "parallel.pipeline=2")),
+    "pp2_vpp2": ("gspo", ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
+    "ep2": ("ppo", ("parallel.expert=2",)),
+}
+"""Name -> method and overrides; one line for each layout of four processes."""
 
 
 class Bench:
@@ -43,6 +62,18 @@ class Bench:
 
     def train(self, name: str, *overrides: str) -> subprocess.Popen[str]:
         return self.start(2, "-m", "moerl", "train", str(self.configs["gspo"]), f"run.name={name}", *overrides)
+
+    def plan(self, cases: dict[str, tuple[str, tuple[str, ...]]], file: str) -> str:
+        plan = [
+            {"name": name, "config": str(self.configs[method]), "overrides": list(more), "folder": str(self.runs)}
+            for name, (method, more) in cases.items()
+        ]
+        (self.folder / file).write_text(json.dumps(plan))
+        return str(self.folder / file)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        lines = (self.runs / name / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if not k.endswith(TIMES)} for line in lines]
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -85,6 +116,47 @@ def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("loop"))
 
 
+@pytest.fixture(scope="module")
+def layouts(bench) -> Bench:
+    worker = str(Path(__file__).with_name("loop_worker.py"))
+    alone = {f"alone.{method}": (method, ()) for method in METHODS}
+    for processes, plan in ((1, bench.plan(alone, "alone.json")), (4, bench.plan(LAYOUTS, "four.json"))):
+        process = bench.start(processes, worker, plan)
+        output = finish(process)
+        assert process.returncode == 0, output[-4000:]
+    return bench
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_first_step_is_that_of_one_process(layouts, name):
+    alone, together = layouts.rows(f"alone.{LAYOUTS[name][0]}.parts")[:2], layouts.rows(name)[:1]
+    together += layouts.rows(f"{name}.parts")[1:2]
+    for a, b in zip(alone, together, strict=True):
+        assert a.keys() == b.keys()
+        for metric, value in a.items():
+            assert abs(b[metric] - value) <= TOLERANCE * (1 + abs(value)), (metric, value, b[metric])
+    first = [(layouts.runs / one / "samples.jsonl").read_text().splitlines()[:4] for one in (name, f"{name}.parts")]
+    assert first[0] == first[1]
+    assert len(alone[1]) > 150
+
+
+@pytest.mark.parametrize("name", [name for name, (method, _) in LAYOUTS.items() if method == "gspo"])
+def test_weights_after_the_first_step_are_those_of_one_process(layouts, name):
+    """With plain SGD: Adam turns a gradient of rounding size into a whole step."""
+    alone = load_file(layouts.runs / "alone.gspo.after_1" / "model.safetensors")
+    together = load_file(layouts.runs / f"{name}.after_1" / "model.safetensors")
+    assert alone.keys() == together.keys()
+    assert max(float((together[key] - alone[key]).abs().max()) for key in alone) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_step_and_two_are_three_steps_to_the_bit(layouts, name):
+    assert layouts.rows(f"{name}.parts")[2:] == layouts.rows(name)[2:]
+    assert [row["step"] for row in layouts.rows(name)] == [0, 1, 2, 3]
+    for file in ("hf/model.safetensors", "samples.jsonl", "load.jsonl"):
+        assert (layouts.runs / name / file).read_bytes() == (layouts.runs / f"{name}.parts" / file).read_bytes(), file
+
+
 def test_a_rank_that_is_killed_ends_all_with_one_message_and_the_run_goes_on(bench):
     process = bench.train("killed", "run.num_steps=40", "checkpoint.export_hf=false")
     wait_for(process, lambda: has_step(bench.runs / "killed", 1))
@@ -105,6 +177,22 @@ def test_a_rank_that_is_killed_ends_all_with_one_message_and_the_run_goes_on(ben
     output = finish(again)
     assert again.returncode == 0, output[-4000:]
     assert f"going on from step {done} " in output
+
+
+def test_a_rank_that_is_stopped_ends_all_within_a_bound(bench):
+    process = bench.train("stopped", "run.num_steps=40", "parallel.silence_seconds=15")
+    wait_for(process, lambda: has_step(bench.runs / "stopped", 1))
+    pids = ranks_of(process)
+    os.kill(pids[1], signal.SIGSTOP)
+    started = time.monotonic()
+    output = finish(process)
+    assert process.returncode != 0
+    assert time.monotonic() - started < 120
+    lines = [line for line in output.splitlines() if line.startswith("moerl: ")]
+    assert len(lines) == 1, output[-4000:]
+    assert lines[0].startswith("moerl: rank 1 gave no sign of life for ")
+    assert "it was last seen in phase " in lines[0]
+    assert are_gone(pids)
 
 
 def test_ctrl_c_saves_on_all_ranks_and_ends_with_130(bench):
@@ -130,3 +218,11 @@ def test_an_error_of_one_rank_is_told_once_with_its_status(bench):
     lines = [line for line in output.splitlines() if line.startswith("moerl: ")]
     assert len(lines) == 1, output[-4000:]
     assert "exitcode  : 2" in output
+
+
+def test_other_commands_and_impossible_layouts_are_refused_once(bench):
+    refused = bench.start(2, "-m", "moerl", "eval", str(bench.configs["gspo"]))
+    assert finish(refused).count("moerl: `moerl eval` runs in one process; start it without a launcher") == 1
+    refused = bench.train("odd", "parallel.tensor=3")
+    output = finish(refused)
+    assert output.count("must divide the world size, 2") == 1

@@ -225,6 +225,11 @@ def test_all_faults_of_values_and_rules_come_together(command, base, capsys):
         assert sum(line.startswith(f"  - {message}") for line in lines) == 1
 
 
+def test_half_a_launcher_is_told_without_a_traceback(base, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "the environment has RANK=None" in refusal(capsys, "train", base)
+
+
 def test_all_faults_of_plugin_nodes_come_together(base, capsys):
     overrides = [
         "algorithm.trust.low=3",
