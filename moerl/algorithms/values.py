@@ -69,7 +69,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     plain = (values - returns).square()
     if clip is None:
         return 0.5 * plain, torch.zeros_like(values, dtype=torch.bool)
-    clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    held = torch.clamp(values, old_values - clip, old_values + clip)  # inside the bounds it is `values` to the last bit
+    clipped = (held - returns).square()
     is_clipped = clipped > plain
     return 0.5 * torch.where(is_clipped, clipped, plain), is_clipped.detach()
 

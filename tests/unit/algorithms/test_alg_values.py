@@ -125,3 +125,12 @@ def test_gae_is_the_recursion(data, lam, gamma):
     )
     wanted = torch.tensor(looped(rewards, values, mask, owner, lam, gamma), dtype=torch.float64)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_inside_the_clip_is_never_counted_as_clipped_by_rounding():
+    generator = torch.Generator().manual_seed(0)
+    old, returns = torch.randn(20_000, generator=generator), torch.randn(20_000, generator=generator)
+    values = old + 0.19 * (2 * torch.rand(20_000, generator=generator) - 1)
+    losses, is_clipped = value_loss(values, old, returns, clip=0.2)
+    assert not is_clipped.any()
+    assert torch.equal(losses, 0.5 * (values - returns).square())
