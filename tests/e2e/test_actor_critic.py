@@ -84,7 +84,7 @@ def test_value_pretraining_trains_the_critic_alone(tmp_path: Path) -> None:
     first = load_file(folder / "checkpoints/step_000001/learner/rank_00000.safetensors")
     later = load_file(folder / "checkpoints/step_000002/learner/rank_00000.safetensors")
     policy = load_file("configs/demo/policy/model.safetensors")
-    name = "model/decoder.final_layernorm.weight"
+    name = "weights/decoder.final_layernorm.weight@0"
     assert bool((first[name] == policy["model.norm.weight"]).all())
     assert not bool((first[name] == later[name]).all())
 
