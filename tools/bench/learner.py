@@ -51,26 +51,26 @@ def save_model(folder: Path, name: str) -> None:
 
     sizes = dict(MODELS[name])
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=sizes["vocab_size"],
-        hidden_size=sizes["hidden_size"],
-        intermediate_size=2 * sizes["width"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=max(4, sizes["hidden_size"] // 64),
-        num_key_value_heads=2,
-        head_dim=64,
-        moe_intermediate_size=sizes["width"],
-        num_experts=sizes["experts"],
-        num_experts_per_tok=8 if sizes["experts"] > 32 else 2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        rope_theta=1e4,
-        tie_word_embeddings=False,
-        max_position_embeddings=4096,
-        use_cache=False,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    shape = {
+        "vocab_size": sizes["vocab_size"],
+        "hidden_size": sizes["hidden_size"],
+        "intermediate_size": 2 * sizes["width"],
+        "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": max(4, sizes["hidden_size"] // 64),
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "moe_intermediate_size": sizes["width"],
+        "num_experts": sizes["experts"],
+        "num_experts_per_tok": 8 if sizes["experts"] > 32 else 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "use_cache": False,
+    }
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).save_pretrained(folder)
 
 
 def lengths_of(tokens: int, longest: int) -> list[int]:
@@ -100,7 +100,8 @@ def transformers_step(folder: Path, side: str, seqs: list[Any], dtype: str) -> C
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="sdpa").to(device).train()
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="sdpa").train()
+    model.to(device=device)  # pyright: ignore[reportCallIssue]  wrapped in a decorator that hides its signature
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     order = sorted(seqs, key=len) if side == "sorted" else list(seqs)
     size = 1 if side == "one" else 8
