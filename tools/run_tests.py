@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-GROUP_LIMIT_SECONDS = 1200
+GROUP_LIMIT_SECONDS = 2400
 
 CHECKS = {
     "ruff check": [str(BIN / "ruff"), "check", "."],
