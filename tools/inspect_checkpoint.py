@@ -23,6 +23,8 @@ from moerl.errors import CheckpointError, MoerlError
 from moerl.manifest import MANIFEST, check_file, read_manifest
 from moerl.shards import ShardReader, has_shards
 
+PIPE_WIDTH = 160
+"""Columns where no terminal says how many it has; names of tensors fit."""
 NAME = re.compile(r"step_(\d{6,})")
 KINDS = {
     "norm": r"norm",
@@ -54,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps(found, indent=1))
     else:
-        show(found, Console(), every_name=options.names)
+        show(found, Console(width=None if sys.stdout.isatty() else PIPE_WIDTH), every_name=options.names)
     return 1 if found["damage"] else 0
 
 
@@ -140,7 +142,7 @@ def show(found: Mapping[str, Any], console: Console, *, every_name: bool) -> Non
     for model, part in found["models"].items():
         axes = ", ".join(f"{axis} {size}" for axis, size in part["layout"].items() if size > 1)
         console.print(
-            f"\n[bold]{model}[/bold]: {part['parameters']:,} parameters, written by {part['ranks']} ranks "
+            f"\n[bold]{model}[/bold]: {part['parameters']:,} parameters, written by {_ranks(part['ranks'])} "
             f"({axes or 'no axis above 1'}), {part['optimizer_updates']} optimizer updates, {part['counters']}",
             highlight=False,
         )
@@ -151,6 +153,10 @@ def show(found: Mapping[str, Any], console: Console, *, every_name: bool) -> Non
     console.print(f"checksums: {found['checksums']}, {len(found['files'])} files", highlight=False)
     for line in found["damage"]:
         console.print(f"[red]damaged[/red]: {line}", highlight=False)
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _table(titles: tuple[str, str], rows: Mapping[str, int]) -> Table:

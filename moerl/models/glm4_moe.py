@@ -12,6 +12,7 @@ from moerl.errors import CheckpointError
 from moerl.models.family import HFConfig, NoArguments, families
 from moerl.models.hf_config import partial_rope, refuse_active, refuse_unknown, required
 from moerl.models.moe_decoder import (
+    COMMON_FIELDS,
     DecoderFamily,
     DecoderShape,
     attention_sizes,
@@ -19,41 +20,20 @@ from moerl.models.moe_decoder import (
     decoder_kwargs,
 )
 
-_KNOWN = frozenset(
-    {
-        "attention_bias",
-        "first_k_dense_replace",
-        "head_dim",
-        "hidden_act",
-        "hidden_size",
-        "intermediate_size",
-        "max_position_embeddings",
-        "moe_intermediate_size",
-        "n_group",
-        "n_routed_experts",
-        "n_shared_experts",
-        "norm_topk_prob",
-        "num_attention_heads",
-        "num_experts_per_tok",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "num_local_experts",
-        "num_mtp_layers",
-        "num_nextn_predict_layers",
-        "partial_rotary_factor",
-        "rms_norm_eps",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "routed_scaling_factor",
-        "scoring_func",
-        "tie_word_embeddings",
-        "topk_group",
-        "topk_method",
-        "use_qk_norm",
-        "vocab_size",
-    }
-)
+_KNOWN = COMMON_FIELDS | {
+    "attention_bias",
+    "first_k_dense_replace",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_mtp_layers",
+    "num_nextn_predict_layers",
+    "routed_scaling_factor",
+    "scoring_func",
+    "topk_group",
+    "topk_method",
+    "use_qk_norm",
+}
 _PER_GROUP = 2
 """Experts whose scores make the score of a group, in transformers; Megatron takes experts per token over groups."""
 

@@ -18,6 +18,31 @@ from moerl.models.family import FusedSlice, HFConfig
 from moerl.models.hf_config import required
 from moerl.models.rules import QKV, Copy, GateUp, Rule, Vocab
 
+COMMON_FIELDS = frozenset(
+    {
+        "head_dim",
+        "hidden_act",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "num_attention_heads",
+        "num_experts_per_tok",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "num_local_experts",
+        "partial_rotary_factor",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "tie_word_embeddings",
+        "vocab_size",
+    }
+)
+"""Of config.json, which every family of this kind reads or checks."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
@@ -79,29 +104,6 @@ def check_topk(topk: int, experts: int, field: str) -> None:
     """Raises CheckpointError where a token would take more experts than `field` says there are."""
     if topk > experts:
         raise CheckpointError(f"config.json: num_experts_per_tok {topk} exceeds {field} {experts}")
-
-
-def sparse_step_layers(hf: HFConfig, layers: int) -> tuple[bool, ...]:
-    """Layer i is MoE when the step divides i + 1 and i is not listed: another phase than Megatron's integer form.
-
-    Raises:
-        CheckpointError: a step below 1, or a listed layer that does not exist.
-    """
-    step = required(hf, int, "decoder_sparse_step")
-    if step < 1:
-        raise CheckpointError(f"config.json: decoder_sparse_step is {step}; it must be at least 1")
-    dense = set(hf.get("mlp_only_layers") or [])
-    outside = sorted(dense - set(range(layers)))
-    if outside:
-        raise CheckpointError(f"config.json: mlp_only_layers names {outside}, but there are only {layers} layers")
-    return tuple((i + 1) % step == 0 and i not in dense for i in range(layers))
-
-
-def refuse_other_attention(hf: HFConfig) -> None:
-    """Raises CheckpointError where `layer_types` has anything but full attention."""
-    odd_types = sorted(set(hf.get("layer_types") or []) - {"full_attention"})
-    if odd_types:
-        raise CheckpointError(f"config.json: layer_types has {odd_types}, not supported (allowed: 'full_attention')")
 
 
 def decoder_kwargs(shape: DecoderShape, hf: HFConfig) -> dict[str, Any]:

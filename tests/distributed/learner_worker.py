@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from random_samples import random_samples
 
 from moerl.actor_critic import ActorCritic
 from moerl.algorithms.aggregation import sequence_weights
@@ -30,35 +31,15 @@ from moerl.mcore.policy import MegatronPolicy
 from moerl.mcore.reduce import merge_over_ranks
 from moerl.metrics import Metrics, to_floats
 from moerl.token_credit import TokenCredit
-from moerl.types import LocalArray, Sample, StepBatch
+from moerl.types import Sample, StepBatch
 
 STEPS = 3
 LENGTHS = (9, 17, 6, 21, 12, 8, 29, 14, 11, 7, 19, 10)
 
 
 def samples(rng: np.random.Generator, shape: dict[str, int], *, constant: bool) -> list[Sample]:
-    """Random answers with random routes; the engine disagrees with the learner."""
-    made = []
-    for i, length in enumerate(LENGTHS):
-        mask = np.arange(length) >= 4
-        advantage = rng.normal(size=1 if constant else length).astype(np.float32)
-        routes = np.sort(rng.random((length, shape["layers"], shape["experts"])).argsort(-1)[..., : shape["topk"]], -1)
-        made.append(
-            Sample(
-                sample_id=i,
-                group_id=i // 2,
-                prompt_id=f"p/{i // 2}",
-                token_ids=rng.integers(2, shape["vocab"], length).astype(np.int32),
-                loss_mask=mask,
-                rollout_logprobs=np.where(mask, rng.normal(-4, 0.4, length), 0).astype(np.float32),
-                advantages=np.where(mask, advantage, 0).astype(np.float32),
-                reward=float(i % 3),
-                temperature=1.0 if i % 2 else 0.8,
-                routed_experts=LocalArray(routes.astype(np.uint8)),
-                has_route=np.arange(length) < length - 1,
-            )
-        )
-    return made
+    """Of a step."""
+    return random_samples(rng, LENGTHS, shape, constant=constant)
 
 
 def algorithm(case: dict[str, Any]) -> Any:

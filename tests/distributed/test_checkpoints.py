@@ -5,38 +5,25 @@ Four processes on gloo and one; with the plain optimizer and with the one that i
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from layout_cases import OF_A_LAYOUT, WIDE, case
+from ranks import run_worker
+from tiny_models import save_model
 
 from moerl.checkpoint import CheckpointStore
 from moerl.shards import Shard, ShardReader
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 LIMIT_SECONDS = 420
 TOLERANCE = 2e-5
 """Of `1 + |value|` for metrics; of a tensor's largest entry for gradients; absolute for weights."""
 
 
-def _layout_tests():
-    """The module of the layout tests: their model and their case."""
-    spec = importlib.util.spec_from_file_location("layout_tests", Path(__file__).with_name("test_layouts.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-LAYOUTS = _layout_tests()
 DISTRIBUTED = {"optim": {"distributed": True}}
 BF16 = {"precision": {"params": "bf16"}}
 DROPOUT = {"model_options": {"hidden_dropout": 0.1}}
@@ -106,30 +93,19 @@ def alone_again():
     return [{"sizes": {}, "runs": runs}]
 
 
-def start(plan: list[dict], folder: Path, processes: int, *, dies: bool = False) -> str:
+def start(plan: list[dict], folder: Path, processes: int, *, is_killed: bool = False) -> str:
     model = str(folder / "model")
     for layout in plan:
-        layout["runs"] = [{**LAYOUTS.case(model, "gspo", "R3", "adam"), **run} for run in layout["runs"]]
-    path = folder / f"plan_{len(list(folder.glob('plan_*')))}.json"
-    path.write_text(json.dumps(plan))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), str(WORKER), str(path), str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
-    )
-    errors = [line for line in done.stderr.splitlines() if "Error" in line]
-    has_ended = "Signal 9 (SIGKILL)" in done.stderr if dies else done.returncode == 0
-    assert has_ended, "\n".join(errors[:8] or done.stderr.splitlines()[-20:])
-    return done.stdout + done.stderr
+        layout["runs"] = [{**case(model, "gspo", "R3", "adam"), **run} for run in layout["runs"]]
+    return run_worker(WORKER, plan, folder, processes, limit_seconds=LIMIT_SECONDS, is_killed=is_killed)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    LAYOUTS.save_model(folder / "model")
+    save_model(folder / "model", "dense_first")
     start(one_process(), folder, 1)
-    (folder / "four.log").write_text(start(four_processes(), folder, 4, dies=True))
+    (folder / "four.log").write_text(start(four_processes(), folder, 4, is_killed=True))
     (folder / "alone.log").write_text(start(alone_again(), folder, 1))
     return folder
 
@@ -159,9 +135,9 @@ def assert_near(a: list[dict[str, float]], b: list[dict[str, float]]) -> None:
     assert len(a) == len(b) == 2
     for one, other in zip(a, b, strict=True):
         assert one.keys() == other.keys()
-        for name in one.keys() - LAYOUTS.OF_A_LAYOUT:
+        for name in one.keys() - OF_A_LAYOUT:
             value = one[name]
-            allowed = LAYOUTS.WIDE.get(name, TOLERANCE) * (1 + abs(value))
+            allowed = WIDE.get(name, TOLERANCE) * (1 + abs(value))
             assert abs(other[name] - value) <= allowed, (name, value, other[name])
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from ranks import run_worker
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("learner_worker.py")
 SHAPE = {"layers": 2, "experts": 4, "topk": 2, "vocab": 30}
 LAYOUTS = {
@@ -57,8 +54,8 @@ def outcomes(tmp_path_factory) -> Path:
         {"name": name, "sizes": sizes, "cases": [case(folder, RECOMPUTE.get(name, "none"))]}
         for name, sizes in LAYOUTS.items()
     ]
-    run({"layouts": alone}, folder, 1)
-    run({"layouts": together}, folder, 2)
+    run_worker(WORKER, {"layouts": alone}, folder, 1, limit_seconds=300)
+    run_worker(WORKER, {"layouts": together}, folder, 2, limit_seconds=300)
     return folder
 
 
@@ -73,17 +70,6 @@ def case(folder: Path, recompute: str) -> dict:
         "shape": SHAPE,
         "precision": {"recompute": recompute},
     }
-
-
-def run(plan: dict, folder: Path, processes: int) -> None:
-    path = folder / f"plan_{processes}.json"
-    path.write_text(json.dumps(plan))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), str(WORKER), str(path), str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    errors = [line for line in done.stderr.splitlines() if "Error" in line or "terminate" in line or "what()" in line]
-    assert done.returncode == 0, "\n".join(errors[:8] or done.stderr.splitlines()[-20:])
 
 
 def read(folder: Path, layout: str) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:

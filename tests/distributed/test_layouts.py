@@ -7,9 +7,6 @@ under the marker `slow`. One launch runs all layouts.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,47 +14,34 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from layout_cases import FACTORS, LAYOUTS, METHODS, ROUTERS, ROUTINGS, Case, pairs_of, pairwise_cases, quick_cases
+from layout_cases import (
+    AUX,
+    FACTORS,
+    LAYOUTS,
+    METHODS,
+    OF_A_LAYOUT,
+    ROUTERS,
+    ROUTINGS,
+    SGD,
+    WIDE,
+    Case,
+    case,
+    pairs_of,
+    pairwise_cases,
+    quick_cases,
+)
+from ranks import run_worker
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("learner_worker.py")
 LIMIT_SECONDS = 900
 
 BALANCED = ("tp2_pp2", "cp2_tp2_ep2", "cp2_pp2")
 """Also run with the balancing loss. It is a mean over micro-batches and data ranks, so one data rank is compared."""
-SGD = "sgd"
-AUX = "aux"
-
 TOLERANCE = 2e-5
 """Of `1 + |value|`; of a tensor's largest entry for gradients; absolute for weights."""
-OF_A_LAYOUT = {"data/padding_fraction"}
-"""Metrics that are not the same in every layout."""
-WIDE = {"mm/chi2_seq": 2e-4}
-"""Squares of exponentials of summed log-ratios: their last digits are those of the sum, times the value."""
 
 Run = tuple[str, str]
 """Layout and the name of a case in it."""
-
-
-def save_model(folder: Path) -> Path:
-    """Qwen3-MoE, random: a dense layer first, a vocabulary that two ranks do not divide evenly when padded."""
-    return tiny_models.save_model(folder, "dense_first")
-
-
-def case(model: str, method: str, routing: str, optimizer: str, router: str = "dense_first") -> dict[str, Any]:
-    """What the worker is told of one case."""
-    kind = tiny_models.KINDS[router]
-    return {
-        "name": f"{method}.{routing}.{router}.{optimizer}",
-        "preset": method,
-        "algorithm": METHODS[method],
-        "routing": routing,
-        "model": model,
-        "optimizer": "sgd" if optimizer == SGD else "adam",
-        "model_options": {"aux_loss_coefficient": 0.02} if optimizer == AUX else {},
-        "lr": 0.02 if optimizer == SGD else 2e-4,
-        "shape": {"layers": kind.layers, "experts": kind.experts, "topk": kind.topk, "vocab": 54},
-    }
 
 
 def runs_of(cases: Sequence[Case], *, all_sgd: bool) -> list[tuple[Case, str]]:
@@ -81,19 +65,6 @@ def name_of(one: Case, optimizer: str) -> str:
     return f"{one.method}.{one.routing}.{one.router}.{optimizer}"
 
 
-def start(plan: dict[str, Any], folder: Path, processes: int, limit: float) -> None:
-    path = folder / f"plan_{processes}.json"
-    path.write_text(json.dumps(plan))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), str(WORKER), str(path), str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit, check=False
-    )
-    errors = [line for line in done.stderr.splitlines() if "Error" in line]
-    assert done.returncode == 0, "\n".join(errors[:8] or done.stderr.splitlines()[-20:])
-
-
 def run_all(runs: Sequence[tuple[Case, str]], folder: Path, limit: float) -> Path:
     """Every run in its layout, and once alone."""
     models = {router: str(tiny_models.save_model(folder / router, router)) for router in ROUTERS}
@@ -106,8 +77,9 @@ def run_all(runs: Sequence[tuple[Case, str]], folder: Path, limit: float) -> Pat
         {"name": name, "sizes": sizes, "cases": told([run for run in runs if run[0].layout == name])}
         for name, sizes in LAYOUTS.items()
     ]
-    start({"layouts": [{"name": "alone", "sizes": {}, "cases": told(runs)}]}, folder, 1, limit)
-    start({"layouts": layouts}, folder, 4, limit)
+    alone = {"name": "alone", "sizes": {}, "cases": told(runs)}
+    run_worker(WORKER, {"layouts": [alone]}, folder, 1, limit_seconds=limit)
+    run_worker(WORKER, {"layouts": layouts}, folder, 4, limit_seconds=limit)
     return folder
 
 

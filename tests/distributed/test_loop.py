@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -47,13 +48,10 @@ class Bench:
         self.configs = {method: write_config(folder, method, model) for method in METHODS}
 
     def start(self, processes: int, *command: str) -> subprocess.Popen[str]:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        arguments = [sys.executable, *(launcher if processes > 1 else []), *command]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
-            arguments,
+            ranks.command(processes, *command),
             cwd=ROOT,
-            env=environment,
+            env=ranks.environment(),
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

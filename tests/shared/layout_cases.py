@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
+import tiny_models
+
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp4": {},
     "ep4": {"expert": 4},
@@ -32,6 +34,11 @@ METHODS: dict[str, dict[str, Any]] = {
 ROUTINGS = ("none", "R2", "R3")
 ROUTERS = ("softmax", "dense_first", "sigmoid", "shared")
 """Keys of `tiny_models.KINDS`."""
+
+OF_A_LAYOUT = {"data/padding_fraction"}
+"""Metrics that are not the same in every layout."""
+WIDE = {"mm/chi2_seq": 2e-4}
+"""Squares of exponentials of summed log-ratios: their last digits are those of the sum, times the value."""
 
 
 class Case(NamedTuple):
@@ -75,3 +82,23 @@ def pairwise_cases() -> list[Case]:
 def pairs_of(case: Case) -> frozenset[tuple[tuple[str, str], ...]]:
     """The pairs of (factor, value) that a case meets."""
     return frozenset(itertools.combinations(zip(Case._fields, case, strict=True), 2))
+
+
+SGD, AUX = "sgd", "aux"
+"""Optimizers beside Adam: plain, and Adam with the balancing loss on."""
+
+
+def case(model: str, method: str, routing: str, optimizer: str, router: str = "dense_first") -> dict[str, Any]:
+    """What `learner_worker.py` is told of one case; `model` is a folder with a model of the kind `router`."""
+    kind = tiny_models.KINDS[router]
+    return {
+        "name": f"{method}.{routing}.{router}.{optimizer}",
+        "preset": method,
+        "algorithm": METHODS[method],
+        "routing": routing,
+        "model": model,
+        "optimizer": "sgd" if optimizer == SGD else "adam",
+        "model_options": {"aux_loss_coefficient": 0.02} if optimizer == AUX else {},
+        "lr": 0.02 if optimizer == SGD else 2e-4,
+        "shape": {"layers": kind.layers, "experts": kind.experts, "topk": kind.topk, "vocab": 54},
+    }

@@ -46,7 +46,7 @@ def save_tiny_model(folder: Path, *, seed: int = 3, **overrides) -> Path:
     return folder
 
 
-def make_policy(folder: Path, *, routing="none", recompute="none", **kwargs):
+def make_policy(folder: Path, *, routing="none", recompute="none", params="fp32", **kwargs):
     from moerl.config.schema import ModelSection, OptimSection, ParallelSection, PrecisionSection
     from moerl.mcore.policy import MegatronPolicy
 
@@ -59,10 +59,25 @@ def make_policy(folder: Path, *, routing="none", recompute="none", **kwargs):
     return MegatronPolicy.build(
         model=ModelSection(**model),
         parallel=ParallelSection(),
-        precision=PrecisionSection(recompute=recompute),
+        precision=PrecisionSection(params=params, recompute=recompute),
         optim=OptimSection(**optim),
         routing=routing,
         **settings,
+    )
+
+
+def make_critic(folder: Path):
+    from moerl.config.schema import CriticSection, ModelSection, OptimSection, ParallelSection, PrecisionSection
+    from moerl.mcore.critic import MegatronCritic
+
+    return MegatronCritic.build(
+        model=ModelSection(path=str(folder)),
+        parallel=ParallelSection(),
+        precision=PrecisionSection(),
+        optim=OptimSection(),
+        critic=CriticSection(init="policy"),
+        num_steps=2,
+        seed=0,
     )
 
 
@@ -156,6 +171,7 @@ def kit():
     return types.SimpleNamespace(
         save_tiny_model=save_tiny_model,
         make_policy=make_policy,
+        make_critic=make_critic,
         make_micro=make_micro,
         with_routes=with_routes,
         make_step=make_step,

@@ -165,20 +165,7 @@ def test_no_padding_mask_no_labels_and_parallel_logits(kit, tiny_folder, monkeyp
 
 def test_bf16_gradients_are_summed_in_float32_over_micro_batches(kit, tiny_folder):
     """64 equal micro-batches: in bf16 the sum would stop growing by what is below its last bit."""
-    from moerl.config.schema import OptimSection
-    from moerl.mcore.policy import MegatronPolicy
-
-    policy = MegatronPolicy.build(
-        model=ModelSection(path=str(tiny_folder)),
-        parallel=ParallelSection(),
-        precision=PrecisionSection(params="bf16"),
-        optim=OptimSection(),
-        routing="none",
-        router_shift=False,
-        needs_reference=False,
-        num_steps=2,
-        seed=0,
-    )
+    policy = kit.make_policy(tiny_folder, params="bf16")
     micro = kit.make_micro([9, 6])
     once = policy.gradients([micro], kit.Nll())
     often = policy.gradients([micro] * 64, kit.Nll())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moerl.config.schema import CriticSection, ModelSection, OptimSection, ParallelSection, PrecisionSection
+from moerl.config.schema import ModelSection, OptimSection, ParallelSection, PrecisionSection
 from moerl.mcore.value_head import linear_values
 from moerl.mcore.vocab_parallel import HeadSettings, linear_logprobs, linear_top_logprobs
 
@@ -211,19 +211,9 @@ def test_values_are_a_linear_map_in_float32_with_its_gradients(dtype, monkeypatc
 
 def test_no_tensor_of_a_critic_is_wider_than_its_hidden_states(kit, tmp_path):
     """Its widest arrays are those of the network (the feed-forward part), whatever the vocabulary."""
-    from moerl.mcore.critic import MegatronCritic
-
     vocab, lengths = 4099, [32] * 16
     folder = kit.save_tiny_model(tmp_path, vocab_size=vocab, num_hidden_layers=1, mlp_only_layers=[])
-    critic = MegatronCritic.build(
-        model=ModelSection(path=str(folder)),
-        parallel=ParallelSection(),
-        precision=PrecisionSection(),
-        optim=OptimSection(),
-        critic=CriticSection(init="policy"),
-        num_steps=2,
-        seed=0,
-    )
+    critic = kit.make_critic(folder)
     with Largest() as watch:
         critic.values([kit.make_micro(lengths, vocab=vocab)])
     assert watch.numel <= sum(lengths) * 40 * 12

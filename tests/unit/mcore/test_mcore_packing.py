@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from random_samples import random_samples
 
 from moerl.algorithms.aggregation import sequence_weights
 from moerl.algorithms.objective import build_objective
@@ -13,36 +14,11 @@ from moerl.config.load import config_from_dict
 from moerl.data.batch import build_step_batch
 from moerl.data.packing import plan_packing
 from moerl.metrics import to_floats
-from moerl.types import LocalArray, PackPlan, Sample
+from moerl.types import PackPlan
 
 LENGTHS = (9, 17, 6, 21, 12, 8, 29, 14)
-LAYERS, EXPERTS, TOPK, VOCAB = 2, 7, 3, 53
+SHAPE = {"layers": 2, "experts": 7, "topk": 3, "vocab": 53}
 TOLERANCE = 2e-5
-
-
-def samples(*, constant):
-    rng = np.random.default_rng(1)
-    made = []
-    for i, length in enumerate(LENGTHS):
-        mask = np.arange(length) >= 4
-        advantage = rng.normal(size=1 if constant else length)
-        routes = rng.random((length, LAYERS, EXPERTS)).argsort(-1)[..., :TOPK]
-        made.append(
-            Sample(
-                sample_id=i,
-                group_id=i // 2,
-                prompt_id=f"p/{i // 2}",
-                token_ids=rng.integers(2, VOCAB, length).astype(np.int32),
-                loss_mask=mask,
-                rollout_logprobs=np.where(mask, rng.normal(-4, 0.4, length), 0).astype(np.float32),
-                advantages=np.where(mask, advantage, 0).astype(np.float32),
-                reward=float(i % 3),
-                temperature=1.0 if i % 2 else 0.8,
-                routed_experts=LocalArray(routes.astype(np.uint8)),
-                has_route=np.arange(length) < length - 1,
-            )
-        )
-    return made
 
 
 def packings():
@@ -68,7 +44,7 @@ def train(kit, folder, preset, routing, plan):
     settings = {"router_shift": section.router_shift.enabled, "needs_reference": "ref_logprobs" in objective.needs}
     policy = kit.make_policy(folder, routing=routing, **settings)
     batch = build_step_batch(
-        samples(constant=objective.constant_advantage),
+        random_samples(np.random.default_rng(1), LENGTHS, SHAPE, constant=objective.constant_advantage),
         plan,
         dp_rank=0,
         weigh=lambda n, g: sequence_weights(section.aggregation, torch.from_numpy(n), torch.from_numpy(g)).numpy(),

@@ -9,10 +9,7 @@ import pytest
 import torch
 from tiny_models import KINDS, make_model, save_model
 
-from moerl.config.schema import CriticSection, ModelSection, OptimSection, ParallelSection, PrecisionSection
 from moerl.errors import ConfigError, NumericsError
-from moerl.mcore.critic import MegatronCritic
-from moerl.mcore.policy import MegatronPolicy
 from moerl.mcore.router_replay import below_lost_groups
 from moerl.models.family import family_of
 from moerl.models.hf_export import write_hf_folder
@@ -193,17 +190,7 @@ def test_the_bias_is_float32_in_a_bf16_learner(kit, tmp_path):
         for layer in MOE_LAYERS:
             state[BIAS.format(layer)].copy_(torch.linspace(6.8, 7.05, 12))
     model.save_pretrained(tmp_path / "from")
-    policy = MegatronPolicy.build(
-        model=ModelSection(path=str(tmp_path / "from")),
-        parallel=ParallelSection(),
-        precision=PrecisionSection(params="bf16"),
-        optim=OptimSection(),
-        routing="none",
-        router_shift=False,
-        needs_reference=False,
-        num_steps=1,
-        seed=0,
-    )
+    policy = kit.make_policy(tmp_path / "from", params="bf16")
     policy.logprobs(kit.make_micro([7], vocab=54))
     exported = {name: tensor.clone() for name, tensor in policy.export()}
     source = HFFolder(tmp_path / "from")
@@ -237,15 +224,7 @@ def test_an_expert_of_a_lost_group_was_as_far_off_as_its_group():
 
 
 def test_a_critic_of_this_kind_trains_and_holds_the_bias(kit, sigmoid_folder, micro):
-    critic = MegatronCritic.build(
-        model=ModelSection(path=str(sigmoid_folder)),
-        parallel=ParallelSection(),
-        precision=PrecisionSection(),
-        optim=OptimSection(),
-        critic=CriticSection(init="policy"),
-        num_steps=1,
-        seed=0,
-    )
+    critic = kit.make_critic(sigmoid_folder)
     target = replace(micro, returns=micro.mask.float(), old_values=torch.zeros(micro.num_tokens))
     assert BIAS.format(1) not in critic.gradients([target])
     before = critic.export()

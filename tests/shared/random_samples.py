@@ -1,0 +1,46 @@
+"""Random answers of given lengths, with random routes, from an engine that disagrees with the learner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moerl.types import LocalArray, Sample
+
+PROMPT = 4
+"""Tokens of every prompt."""
+
+
+def random_samples(
+    rng: np.random.Generator, lengths: Sequence[int], shape: dict[str, int], *, constant: bool
+) -> list[Sample]:
+    """Two answers to each prompt.
+
+    Args:
+        rng: what they are drawn from.
+        lengths: tokens of each, the prompt's included.
+        shape: `layers`, `experts`, `topk` and `vocab` of the model.
+        constant: one advantage for all tokens of an answer.
+    """
+    made = []
+    for i, length in enumerate(lengths):
+        mask = np.arange(length) >= PROMPT
+        advantage = rng.normal(size=1 if constant else length).astype(np.float32)
+        routes = np.sort(rng.random((length, shape["layers"], shape["experts"])).argsort(-1)[..., : shape["topk"]], -1)
+        made.append(
+            Sample(
+                sample_id=i,
+                group_id=i // 2,
+                prompt_id=f"p/{i // 2}",
+                token_ids=rng.integers(2, shape["vocab"], length).astype(np.int32),
+                loss_mask=mask,
+                rollout_logprobs=np.where(mask, rng.normal(-4, 0.4, length), 0).astype(np.float32),
+                advantages=np.where(mask, advantage, 0).astype(np.float32),
+                reward=float(i % 3),
+                temperature=1.0 if i % 2 else 0.8,
+                routed_experts=LocalArray(routes.astype(np.uint8)),
+                has_route=np.arange(length) < length - 1,
+            )
+        )
+    return made
