@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,21 @@ def write_config(folder: Path, method: str, model: Path) -> Path:
     path = folder / f"{method}.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
+
+
+def legal_layouts(processes: int, *, layers: int = 4, key_value_heads: int = 2) -> Iterator[dict[str, int]]:
+    """Every setting of the parallel axes that fits so many processes and the model, sizes of 1 left out."""
+    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
+    for tensor, context, pipeline, expert, expert_tensor, virtual in itertools.product(*[sizes] * 5, (1, 2)):
+        fits = processes % (tensor * context * pipeline) == processes % (expert * expert_tensor * pipeline) == 0
+        fits = fits and key_value_heads % tensor == 0 and layers % (pipeline * virtual) == 0
+        if fits and (virtual == 1 or pipeline > 1):
+            axes = {
+                "tensor": tensor,
+                "context": context,
+                "pipeline": pipeline,
+                "expert": expert,
+                "expert_tensor": expert_tensor,
+                "virtual_pipeline": virtual,
+            }
+            yield {name: size for name, size in axes.items() if size > 1}

@@ -107,7 +107,7 @@ def interrupted(stage):
 def interrupted_twice(stage):
     name = "interrupted_twice"
     folder = stage.moerl.folder / name
-    slow = ("rollout.prompts_per_step=8", "rollout.group_size=64", "run.num_steps=50", "run.resume=never")
+    slow = ("rollout.prompts_per_step=8", "rollout.group_size=256", "run.num_steps=50", "run.resume=never")
     process = stage.moerl.start(*stage.moerl.arguments(stage.files.tiny, *slow, name=name))
     wait_until(process, (checkpoint(folder, 1) / MANIFEST).is_file)
     time.sleep(0.3)  # into the second step, which takes longer than both signals

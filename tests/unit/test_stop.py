@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -101,3 +102,73 @@ def test_the_second_signal_silences_the_tasks_that_it_cuts_off_and_only_them():
         stop_twice()
     assert seen == [False, True]
     assert not ASYNCIO.disabled
+
+
+async def never(cleaned):
+    try:
+        await asyncio.get_running_loop().create_future()
+    finally:
+        cleaned.append("task")
+
+
+async def many_that_never_end(cleaned):
+    async with asyncio.TaskGroup() as group:
+        for _ in range(50):
+            group.create_task(never(cleaned))
+        group.create_task(stops_twice())
+
+
+async def stops_twice():
+    await asyncio.sleep(0)
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_on_an_event_loop_the_second_signal_cancels_every_task_and_the_loop_closes():
+    before, cleaned = current(), []
+    with pytest.raises(KeyboardInterrupt), StopSignal(), asyncio.Runner() as runner:
+        runner.run(many_that_never_end(cleaned))
+    assert cleaned == ["task"] * 50
+    assert current() == before
+
+
+def test_a_loop_that_ends_before_it_is_cut_off_ends_well():
+    with StopSignal() as stop, asyncio.Runner() as runner:
+        runner.run(stops_twice())
+        assert runner.run(asyncio.sleep(0, "ended")) == "ended"
+        assert stop.requested
+
+
+HAMMERED = """
+import asyncio, os, signal, threading, time
+from moerl.stop import StopSignal
+
+async def player(times):
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+async def play():
+    async with asyncio.TaskGroup() as group:
+        for _ in range(300):
+            group.create_task(player(10**9))
+
+def press():
+    time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+
+for _ in range(10):
+    threading.Thread(target=press).start()
+    try:
+        with StopSignal(), asyncio.Runner() as runner:
+            runner.run(play())
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+"""
+
+
+def test_a_busy_loop_is_cut_off_every_time():
+    done = subprocess.run([sys.executable, "-c", HAMMERED], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["stopped"] * 10, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
