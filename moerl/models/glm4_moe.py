@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from moerl.errors import CheckpointError
-from moerl.models.family import HFConfig, NoArguments, families
+from moerl.models.family import EXACT, HFConfig, NoArguments, families
 from moerl.models.hf_config import partial_rope, refuse_active, refuse_unknown, required
 from moerl.models.moe_decoder import (
     COMMON_FIELDS,
@@ -96,7 +96,21 @@ def _router(hf: HFConfig, shape: DecoderShape) -> dict[str, Any]:
     return settings | {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
 
 
-@families.register("glm4_moe", NoArguments, architectures=("Glm4MoeForCausalLM",))
+@families.register(
+    "glm4_moe",
+    NoArguments,
+    architectures=("Glm4MoeForCausalLM",),
+    covers=(
+        "tied",
+        "dense layers",
+        "attention biases",
+        "shared experts",
+        "expert bias",
+        "expert groups",
+        "not read: MTP",
+    ),
+    verified=EXACT,
+)
 class Glm4Moe(DecoderFamily):
     """The family."""
 

@@ -7,12 +7,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from moerl.models.family import HFConfig, NoArguments, families
+from moerl.models.family import EXACT, HFConfig, NoArguments, families
 from moerl.models.hf_config import required
 from moerl.models.qwen_moe import QWEN_FIELDS, QwenMoe
 
 
-@families.register("qwen2_moe", NoArguments, architectures=("Qwen2MoeForCausalLM",))
+@families.register(
+    "qwen2_moe",
+    NoArguments,
+    architectures=("Qwen2MoeForCausalLM",),
+    covers=(
+        "tied",
+        "dense layers",
+        "attention biases",
+        "shared experts",
+    ),
+    verified=EXACT,
+)
 class Qwen2Moe(QwenMoe):
     """The family."""
 

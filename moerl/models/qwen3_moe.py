@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from moerl.models.family import HFConfig, NoArguments, families
+from moerl.models.family import EXACT, HFConfig, NoArguments, families
 from moerl.models.hf_config import refuse_active
 from moerl.models.qwen_moe import QWEN_FIELDS, QwenMoe
 
 
-@families.register("qwen3_moe", NoArguments, architectures=("Qwen3MoeForCausalLM",))
+@families.register(
+    "qwen3_moe",
+    NoArguments,
+    architectures=("Qwen3MoeForCausalLM",),
+    covers=(
+        "tied",
+        "dense layers",
+    ),
+    verified=EXACT,
+)
 class Qwen3Moe(QwenMoe):
     """The family."""
 

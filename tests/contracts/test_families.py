@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from moerl.models.family import GPT_ARGUMENTS, families, family_of
+from moerl.errors import CheckpointError
+from moerl.models.family import EXACT, GPT_ARGUMENTS, MAPPING_ONLY, UNSUPPORTED, families, family_of
 from moerl.models.hf_folder import HFFolder, InMemory, checked_source, read_config
 from moerl.models.rules import Vocab
 
@@ -159,6 +161,21 @@ def checkpoint(request, tmp_path_factory) -> Checkpoint:
 
 def test_every_family_has_samples():
     assert set(SAMPLES) == set(families.names())
+
+
+def test_every_family_says_what_it_covers_and_how_it_was_verified():
+    for name in families.names():
+        traits = families.get(name).traits
+        assert traits["verified"] in (EXACT, MAPPING_ONLY)
+        assert traits["covers"]
+        assert all(isinstance(word, str) and word for word in traits["covers"])
+        assert not set(traits["architectures"]) & UNSUPPORTED.keys()
+
+
+@pytest.mark.parametrize("architecture", sorted(UNSUPPORTED))
+def test_what_cannot_be_mapped_is_refused_with_the_reason(architecture):
+    with pytest.raises(CheckpointError, match=re.escape(f"({architecture}: {UNSUPPORTED[architecture]})")):
+        family_of({"architectures": [architecture]})
 
 
 def test_names_and_shapes_are_those_transformers_saves(checkpoint):
