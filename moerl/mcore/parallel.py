@@ -5,7 +5,9 @@ The only file that talks to megatron's global `parallel_state`.
 
 from __future__ import annotations
 
+import gc
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -165,8 +167,16 @@ def initialize_parallel(section: ParallelSection, seed: int) -> ParallelState:
 
 
 def release_parallel() -> None:
-    """Forget the layout, so that this process may build another; policies of the old one must not be used again."""
+    """Forget the layout, so that this process may build another; policies of the old one must not be used again.
+
+    Its groups are closed, which megatron leaves open: on gloo each keeps threads that wake up to look for work.
+    """
+    groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
     parallel_state.destroy_model_parallel()
+    for group in groups:
+        with suppress(ValueError):  # megatron has closed it
+            dist.destroy_process_group(group)
+    gc.collect()  # policies and their optimizers refer to each other, and so to the groups
 
 
 def join_world(timeout_seconds: float) -> None:
