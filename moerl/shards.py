@@ -16,11 +16,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from moerl.errors import CheckpointError
+from moerl.tensor_file import TensorFile
 
 FORMAT = 2
 
@@ -153,7 +153,7 @@ class ShardReader:
                 for offset, size in tensor["parts"]:
                     key = f"{name}@{','.join(map(str, offset))}"
                     entry.parts.append(Part(rank, tuple(offset), tuple(size), key))
-        self._handles: dict[int, Any] = {}
+        self._handles: dict[int, TensorFile] = {}
 
     def __enter__(self) -> ShardReader:
         return self
@@ -162,7 +162,7 @@ class ShardReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for handle in self._handles.values():
-            handle.__exit__(None, None, None)
+            handle.close()
         self._handles.clear()
 
     def check(self, targets: Sequence[Shard]) -> None:
@@ -213,42 +213,24 @@ class ShardReader:
         Raises:
             CheckpointError: as `fill`.
         """
-        with _damage(files_of(self.folder, rank)[0]):
-            handle = self._open(rank)
-            return {key: handle.get_tensor(key) for key in handle.keys() if "@" not in key}  # noqa: SIM118 no mapping
+        file = self._open(rank)
+        return {key: file.read(key) for key in file.names() if "@" not in key}
 
     def _slice(self, part: Part, start: Sequence[int], size: Box) -> Tensor:
-        with _damage(files_of(self.folder, part.rank)[0]):
-            handle = self._open(part.rank)
-            if size == part.size:
-                return handle.get_tensor(part.key)
-            window = tuple(slice(a, a + b) for a, b in zip(start, size, strict=True))
-            return handle.get_slice(part.key)[window]
+        file = self._open(part.rank)
+        if part.key not in file or file.describe(part.key).shape != part.size:
+            raise CheckpointError(
+                f"{file.path} is damaged (it lacks {part.key} {list(part.size)}); use an earlier checkpoint"
+            )
+        return file.read_box(part.key, start, size)
 
-    def _open(self, rank: int) -> Any:
+    def _open(self, rank: int) -> TensorFile:
         path = files_of(self.folder, rank)[0]
         if rank not in self._handles:
-            with _damage(path):
-                self._handles[rank] = safe_open(path, framework="pt").__enter__()
+            if not path.is_file():
+                raise CheckpointError(f"{path} does not exist; the checkpoint lacks the part of a rank")
+            self._handles[rank] = TensorFile(path)
         return self._handles[rank]
-
-
-class _damage:  # noqa: N801 reads like a function
-    """Turns what a reader raises into the error that names the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, FileNotFoundError):
-            raise CheckpointError(f"{self._path} does not exist; the checkpoint lacks the part of a rank") from error
-        if isinstance(error, SafetensorError | OSError):
-            raise CheckpointError(f"{self._path} is damaged ({error}); use an earlier checkpoint") from error
 
 
 def read_rank(folder: Path, rank: int) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from moerl.errors import CheckpointError, ConfigError
 from moerl.mcore.model import VOCAB_MULTIPLE, ModelSource, unwrap
 from moerl.mcore.parallel import Axis, ParallelState
 from moerl.mcore.wire import gather_json
-from moerl.models.hf_folder import HFFolder, checked_source
+from moerl.models.hf_folder import checked_source
 from moerl.models.rules import Rule, match_parameters, shift_indices, shorten
+from moerl.models.sharded import open_weights
 
 DEFAULT_INIT_STD = 0.02
 BACKBONE = ("embedding.", "decoder.")
@@ -88,7 +89,8 @@ class WeightMap:
             CheckpointError: a missing, left-over or mis-shaped tensor; a parameter that is not finite afterwards.
         """
         source = self._source if source is None else source
-        self._fill(checked_source(HFFolder(source.folder), source.family, source.hf))
+        weights = open_weights(source.folder, source.family, source.hf)
+        self._fill(checked_source(weights, source.family, source.hf))
 
     def initialize(self, seed: int) -> None:
         """Fresh weights: norms 1, biases 0, everything else normal; the same for every parallel layout."""

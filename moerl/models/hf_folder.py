@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from moerl.errors import CheckpointError, DataError
 from moerl.models.family import FusedSlice, HFConfig, ModelFamily
 from moerl.models.rules import Rule, Shape, shorten
+from moerl.tensor_file import TensorFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -42,6 +43,10 @@ class WeightSource(Protocol):
         """Shape of a tensor, without reading it where that is possible."""
         ...
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of what `get` gives, without reading it."""
+        ...
+
     def get(self, name: str) -> Tensor:
         """The tensor, on the CPU, as stored."""
         ...
@@ -61,7 +66,7 @@ class HFFolder:
             CheckpointError: no weights, a missing or damaged file, or a tensor that the index lists and its file lacks.
         """
         self.folder = Path(folder)
-        self._files: dict[Path, Any] = {}
+        self._files: dict[Path, TensorFile] = {}
         self._places: dict[str, Path] = {}
         index = self.folder / INDEX_FILE
         if index.is_file():
@@ -73,7 +78,7 @@ class HFFolder:
                 f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; download or export the weights there, "
                 "or set model.init to random"
             )
-        self._places = dict.fromkeys(self._open(single).keys(), single)
+        self._places = dict.fromkeys(self._open(single).names(), single)
 
     def names(self) -> frozenset[str]:
         """Every tensor name."""
@@ -81,7 +86,11 @@ class HFFolder:
 
     def shape(self, name: str) -> Shape:
         """From the file's header."""
-        return tuple(self._files[self._place(name)].get_slice(name).get_shape())
+        return self._files[self._place(name)].describe(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """From the file's header."""
+        return self._files[self._place(name)].describe(name).dtype
 
     def get(self, name: str) -> Tensor:
         """Read one tensor.
@@ -89,7 +98,7 @@ class HFFolder:
         Raises:
             CheckpointError: no such tensor.
         """
-        return self._files[self._place(name)].get_tensor(name)
+        return self._files[self._place(name)].read(name)
 
     def get_slice(self, name: str, expert: int, start: int, stop: int) -> Tensor:
         """Read part of one tensor.
@@ -97,7 +106,9 @@ class HFFolder:
         Raises:
             CheckpointError: no such tensor.
         """
-        return self._files[self._place(name)].get_slice(name)[expert, start:stop]
+        file = self._files[self._place(name)]
+        rest = file.describe(name).shape[2:]
+        return file.read_box(name, (expert, start, *(0 for _ in rest)), (1, stop - start, *rest))[0]
 
     def _place(self, name: str) -> Path:
         if name not in self._places:
@@ -117,16 +128,13 @@ class HFFolder:
             )
         for file in sorted(set(weight_map.values())):
             listed = {name for name, place in weight_map.items() if place == file}
-            lacking = sorted(listed - set(self._open(self.folder / file).keys()))
+            lacking = sorted(listed - set(self._open(self.folder / file).names()))
             if lacking:
                 raise CheckpointError(f"{self.folder / file} lacks {shorten(lacking)}, which {INDEX_FILE} says it has")
         self._places = {name: self.folder / file for name, file in weight_map.items()}
 
-    def _open(self, path: Path) -> Any:
-        try:
-            self._files[path] = safe_open(path, framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is truncated or damaged ({error}); download or export it again") from error
+    def _open(self, path: Path) -> TensorFile:
+        self._files[path] = TensorFile(path)
         return self._files[path]
 
 
@@ -144,6 +152,10 @@ class InMemory:
     def shape(self, name: str) -> Shape:
         """Shape of a tensor."""
         return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+        return self._tensors[name].dtype
 
     def get(self, name: str) -> Tensor:
         """The tensor itself."""
@@ -183,6 +195,11 @@ class Unfused:
         if place is None:
             return self._source.shape(name)
         return (place.stop - place.start, *self._source.shape(place.name)[2:])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+        place = self._slices.get(name)
+        return self._source.dtype(name if place is None else place.name)
 
     def get(self, name: str) -> Tensor:
         """One tensor; of a fused one only the part that is needed is read."""
@@ -233,14 +250,18 @@ def check_names(source: WeightSource, rules: Iterable[Rule], ignored: Iterable[s
         )
 
 
-def checked_source(source: WeightSource, family: ModelFamily, hf: HFConfig) -> WeightSource:
+def checked_source(
+    source: WeightSource, family: ModelFamily, hf: HFConfig, allowed: Iterable[str] = ()
+) -> WeightSource:
     """`source` under on-disk names, once it is sure that the family reads all of it and lacks nothing.
+
+    `allowed`: regular expressions of names that may be left out, beside those that the family ignores.
 
     Raises:
         CheckpointError: as `Unfused` and `check_names`.
     """
     unfused = Unfused(source, family.fused_slices(hf))
-    check_names(unfused, family.weight_rules(hf), family.ignored_names(hf))
+    check_names(unfused, family.weight_rules(hf), (*family.ignored_names(hf), *allowed))
     return unfused
 
 
