@@ -6,7 +6,6 @@ up apart. `tests/contracts/test_sharded_names.py` holds this page to what megatr
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -196,8 +195,3 @@ def open_weights(folder: Path, family: ModelFamily, hf: HFConfig, *, shards: Pat
     if has_shards(shards):
         return ShardedFolder(shards, family.weight_rules(hf))
     return HFFolder(folder)
-
-
-def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Of a tensor."""
-    return math.prod(shape) * dtype.itemsize
