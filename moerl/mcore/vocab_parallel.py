@@ -59,7 +59,8 @@ class _Job:
     """Everything of one call that carries no gradient."""
 
     targets: Tensor
-    inverse_temperature: Tensor
+    inverse_temperature: Tensor | None
+    """[r]; None: 1 everywhere, and a pass over every tile is saved."""
     support: PackedSupport | None
     shard: VocabShard
     tile: tuple[int, int]
@@ -82,7 +83,7 @@ class _Job:
     def logits(self, hidden: Tensor, weight: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
         """[r, c] logits of a tile at temperature, and [r, c] bool: not in the running (None: all are)."""
         product = self.wide(hidden[rows]) @ self.wide(weight[columns]).t()
-        logits = product.to(_sum_dtype(product)).mul_(self.inverse_temperature[rows, None])
+        logits = self.tempered(product.to(_sum_dtype(product)), rows)
         size = self.shard.size
         if size is not None and size < columns.stop:
             logits[:, max(0, size - columns.start) :] = _OUT
@@ -90,6 +91,10 @@ class _Job:
         if outside is not None:
             logits.masked_fill_(outside, _OUT)
         return logits, outside
+
+    def tempered(self, tile: Tensor, rows: slice) -> Tensor:
+        """A tile over the temperature, in place."""
+        return tile if self.inverse_temperature is None else tile.mul_(self.inverse_temperature[rows, None])
 
     def _outside(self, rows: slice, columns: slice) -> Tensor:
         assert self.support is not None
@@ -215,7 +220,7 @@ class _LinearLogprob(torch.autograd.Function):
                 grad = _logit_grad(job, (rows, columns), log_p, (logprob_grad, entropy_grad), entropy)
                 if outside is not None:
                     grad.masked_fill_(outside, 0.0)
-                grad = grad.mul_(job.inverse_temperature[rows, None]).to(factors.dtype)
+                grad = job.tempered(grad, rows).to(factors.dtype)
                 _add_product(hidden_grad[rows], grad, job.wide(weight[columns]))
                 _add_product(weight_grad[columns], grad.t(), factors)
         return hidden_grad.to(hidden.dtype), weight_grad.to(weight.dtype), None
@@ -337,7 +342,7 @@ def _apply(
     head = settings.head or HeadSettings()
     job = _Job(
         targets=targets[0],
-        inverse_temperature=temperature.to(_sum_dtype(hidden)).reciprocal(),
+        inverse_temperature=None if bool((temperature == 1).all()) else temperature.to(_sum_dtype(hidden)).reciprocal(),
         support=settings.support,
         shard=settings.shard or VocabShard(),
         tile=head.tile(hidden.shape[0], weight.shape[0], hidden.device),
