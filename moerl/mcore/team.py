@@ -60,6 +60,8 @@ class ProcessTeam:
         """Say which data-parallel rank this one belongs to, before the first `deliver`."""
         of_ranks: list[int] = gather_json(data_rank)
         self._part = data_rank
+        for group in self._parts.values():  # of another layout: its threads would stay
+            dist.destroy_process_group(group)
         self._parts = {}
         for part in range(max(of_ranks) + 1):
             members = [0, *(rank for rank, own in enumerate(of_ranks) if own == part and rank)]
