@@ -23,8 +23,8 @@ calls cost little beside its passes.
 """
 
 Evaluate = Callable[[LossInputs], tuple[Tensor, Metrics]]
-Slopes = Callable[[LossInputs], tuple[Tensor, Tensor, Metrics] | None]
-"""-> loss, its gradient by the logprobs [t], metrics."""
+Slopes = Callable[[LossInputs, Tensor | None], tuple[Tensor, Tensor, Metrics] | None]
+"""-> loss, its gradient by the logprobs [t], metrics; the second argument may be used to hold the gradient."""
 
 _TERMS = tuple(f.name for f in dataclasses.fields(TokenWeights))
 _WITH_GRADIENT = ("entropy", "values")
@@ -37,16 +37,19 @@ def is_worth_cutting(x: LossInputs) -> bool:
     return len(x.logprobs) > BLOCK_TOKENS
 
 
-def evaluate_in_blocks(evaluate: Evaluate, x: LossInputs, slopes: Slopes | None = None) -> tuple[Tensor, Metrics]:
+def evaluate_in_blocks(
+    evaluate: Evaluate, x: LossInputs, slopes: Slopes | None = None, *, at_once: bool = False
+) -> tuple[Tensor, Metrics]:
     """`evaluate(x)`, block by block; the loss carries the gradient to what `x` holds with gradient.
 
     Every per-token term must depend on its own sequence only. Fields that are not per token are left out. `slopes`, of
-    an objective whose gradient is that of the logprobs alone, saves a backward pass wherever it gives something.
+    an objective whose gradient is that of the logprobs alone, saves a backward pass wherever it gives something; with
+    `at_once`, for one that makes hardly anything as long as the batch, it is asked for the whole before the blocks.
     """
     metrics: Metrics = {}
     names = ["logprobs", *(name for name in _WITH_GRADIENT if name in x.optional)]
     leaves = [x.logprobs, *(x.optional[name] for name in names[1:])]
-    loss = _Blocks.apply((evaluate, slopes), x, metrics, names, *leaves)
+    loss = _Blocks.apply((evaluate, slopes, at_once), x, metrics, names, *leaves)
     return loss, metrics  # pyright: ignore[reportReturnType]  apply is untyped
 
 
@@ -54,24 +57,30 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: tuple[Evaluate, Slopes | None],
+        how: tuple[Evaluate, Slopes | None, bool],
         x: LossInputs,
         metrics: Metrics,
         names: list[str],
         *leaves: Tensor,
     ) -> Tensor:
+        evaluate, slopes, at_once = how
         wanted = ctx.needs_input_grad[4:]
+        whole = slopes(x, None) if slopes is not None and at_once else None
+        if whole is not None:
+            loss, gradient, own = whole
+            metrics.update(own)
+            ctx.gradients = [gradient, *[None] * (len(leaves) - 1)]
+            return loss
         gradients = [torch.empty_like(leaf) if need else None for leaf, need in zip(leaves, wanted, strict=True)]
+        ctx.gradients = gradients
         total = 0.0
         for start, end in _bounds(x.seq_ids):
             parts = dict(zip(names, (leaf.detach()[start:end] for leaf in leaves), strict=True))
-            loss, made, found = _evaluate_block(how, _part(x, start, end, parts), parts, wanted)
-            merge_into(metrics, found)
+            part = _part(x, start, end, parts)
+            outs = [None if gradient is None else gradient[start:end] for gradient in gradients]
+            loss, own = _by_slopes(slopes, part, outs) or _by_backward(evaluate, part, parts, outs)
+            merge_into(metrics, own)
             total = total + loss
-            for gradient, own in zip(gradients, made, strict=True):
-                if gradient is not None:
-                    gradient[start:end] = 0 if own is None else own
-        ctx.gradients = gradients
         return total if isinstance(total, Tensor) else leaves[0].new_zeros(())
 
     @staticmethod
@@ -85,22 +94,36 @@ class _Blocks(torch.autograd.Function):
         return None, None, None, None, *gradients
 
 
-def _evaluate_block(
-    how: tuple[Evaluate, Slopes | None], x: LossInputs, leaves: Mapping[str, Tensor], wanted: Sequence[bool]
-) -> tuple[Tensor, Sequence[Tensor | None], Metrics]:
-    """Loss, detached; the gradient of each leaf, None where it is 0 or not wanted; metrics."""
-    evaluate, slopes = how
-    found = None if slopes is None else slopes(x)
-    if found is not None:
-        loss, gradient, metrics = found
-        return loss, [gradient, *[None] * (len(leaves) - 1)], metrics
-    for leaf, need in zip(leaves.values(), wanted, strict=True):
-        leaf.requires_grad_(need)
+def _by_slopes(slopes: Slopes | None, x: LossInputs, outs: Sequence[Tensor | None]) -> tuple[Tensor, Metrics] | None:
+    """Loss and metrics; the gradient of each leaf goes to `outs`, save where it is not wanted (None)."""
+    if slopes is None:
+        return None
+    found = slopes(x, outs[0])
+    if found is None:
+        return None
+    loss, gradient, metrics = found
+    _write(outs, [gradient, *[None] * (len(outs) - 1)])
+    return loss, metrics
+
+
+def _by_backward(
+    evaluate: Evaluate, x: LossInputs, leaves: Mapping[str, Tensor], outs: Sequence[Tensor | None]
+) -> tuple[Tensor, Metrics]:
+    inputs = [leaf for leaf, out in zip(leaves.values(), outs, strict=True) if out is not None]
+    for leaf in inputs:
+        leaf.requires_grad_()
     with torch.enable_grad():
         loss, metrics = evaluate(x)
-    inputs = [leaf for leaf, need in zip(leaves.values(), wanted, strict=True) if need]
-    made = iter(torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ())
-    return loss.detach(), [next(made) if need else None for need in wanted], metrics
+    if inputs:
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+        _write([out for out in outs if out is not None], gradients)
+    return loss.detach(), metrics
+
+
+def _write(outs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+    for out, gradient in zip(outs, gradients, strict=True):
+        if out is not None and out is not gradient:
+            out.copy_(out.new_zeros(()) if gradient is None else gradient)
 
 
 def _bounds(seq_ids: Tensor) -> Iterator[tuple[int, int]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,14 +13,30 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms import kl as kl_estimators
-from moerl.algorithms.blocks import evaluate_in_blocks, is_worth_cutting
+from moerl.algorithms.blocks import Slopes, evaluate_in_blocks, is_worth_cutting
 from moerl.algorithms.compose import composition_errors, value_errors
+from moerl.algorithms.elementwise import suits_numpy, total
 from moerl.algorithms.mismatch import TokenCorrection
+from moerl.algorithms.needs import (
+    constants_of,
+    has_entropy_loss,
+    has_teacher_loss,
+    is_policy_alone,
+    ratio_needs,
+    regulariser_needs,
+)
 from moerl.algorithms.policy_metrics import correction_metrics, policy_metrics, sequence_metrics, token_mean
 from moerl.algorithms.ratio import LEVELS, LOG_RATIO_LIMIT, clamp_log_ratio
 from moerl.algorithms.registries import corrections, objectives, token_weights, trust_regions
 from moerl.algorithms.sanitise import CleanInputs, first_tokens, sanitise
-from moerl.algorithms.segments import answers_at_once, is_full, masked_seq_sum, seq_lengths, seq_totals, spread
+from moerl.algorithms.segments import (
+    answers_at_once,
+    is_full,
+    masked_seq_sum,
+    seq_lengths,
+    seq_totals,
+    spread,
+)
 from moerl.algorithms.types import (
     CORRECTION_MEAN,
     ENTROPY_COEFFICIENT,
@@ -31,7 +48,7 @@ from moerl.algorithms.types import (
 )
 from moerl.config.schema import AlgorithmSection, EntropySection, KLSection, RouterShiftSection
 from moerl.errors import ConfigError
-from moerl.metrics import Metrics
+from moerl.metrics import Metrics, Sum
 
 
 @dataclass(frozen=True)
@@ -103,13 +120,19 @@ class Objective:
         """Loss (0-dim, float32 or wider, with gradient even where nothing is live) and metrics of one micro-batch."""
         per_token_only = self.policy.replacement is None and not self.needs & PER_SEQUENCE_FIELDS
         if per_token_only and is_worth_cutting(x):
-            return evaluate_in_blocks(self._summed, x, self.slopes if self._takes_slopes(x) else None)
+            slopes = self._slopes_of(x)
+            return evaluate_in_blocks(self._summed, x, slopes, at_once=slopes == self.sequence_slopes)
         return self._summed(x)
 
-    def _takes_slopes(self, x: LossInputs) -> bool:
-        """The processor's way; a device keeps to the one that asks no questions."""
-        is_of_tokens = self.policy.is_score or LEVELS[self.policy.level].is_mean is None
-        return self.has_slopes and answers_at_once(x.mask) and (is_of_tokens or is_full(x.mask))
+    def _slopes_of(self, x: LossInputs) -> Slopes | None:
+        """The processor's way to the gradient; a device keeps to the one that asks no questions."""
+        if not self.has_slopes or not answers_at_once(x.mask):
+            return None
+        if self.policy.is_score or LEVELS[self.policy.level].is_mean is None:
+            return self.slopes
+        is_of_old = self.policy.anchor == "old" and not self.policy.router_shift.enabled
+        can = self._is_once_a_sequence() and is_of_old and is_full(x.mask) and suits_numpy(x.logprobs)
+        return self.sequence_slopes if can else None
 
     def _summed(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         losses, metrics = self.token_losses(x)
@@ -127,7 +150,7 @@ class Objective:
             coefficient = self.kl.coefficient if self.kl.target is None else x.constants[KL_COEFFICIENT]
             losses = losses + coefficient * clean.inputs.weights.kl * torch.where(clean.live, value, 0)
             metrics["kl/ref"] = token_mean(value, clean.live)
-        if _has_entropy_loss(self.entropy):
+        if has_entropy_loss(self.entropy):
             coefficient = self.entropy.coefficient if self.entropy.target is None else x.constants[ENTROPY_COEFFICIENT]
             entropy = torch.where(clean.live, clean.inputs.entropy, 0)
             losses = losses - coefficient * clean.inputs.weights.entropy * entropy
@@ -152,25 +175,21 @@ class Objective:
             token = term.replacement(x)
             seen: Metrics = {name: token_mean(values, clean.live) for name, values in token.metrics.items()}
             return x.weights.policy * torch.where(x.mask, token.loss, 0), seen
-        if self._is_once_a_sequence(clean):
+        if clean.is_full and self._is_once_a_sequence():
             lengths = seq_lengths(x.seq_ids, x.num_seqs)
-            scored = self._score_sequences(clean, lengths)
+            scored = self._score_sequences(clean, lengths, seq_totals(self._log_ratio(clean)[1], x.seq_ids, lengths))
             per_token = spread(scored.token.loss, x.seq_ids, lengths)
             return x.weights.policy * per_token, scored.metrics
         scored = self._score_tokens(clean)
         weighed = scored.token.loss if scored.weight is None else scored.weight * scored.token.loss
         return x.weights.policy * scored.where_kept(weighed), scored.metrics
 
-    def slopes(self, x: LossInputs) -> tuple[Tensor, Tensor, Metrics] | None:
-        """Loss, its gradient by the logprobs [t] and metrics, without a backward pass; None where it takes one.
+    def slopes(self, x: LossInputs, out: Tensor | None) -> tuple[Tensor, Tensor, Metrics]:
+        """Loss, gradient by the logprobs [t] (in `out`, where that is given) and metrics, without a backward pass.
 
-        For objectives with `has_slopes`, called without gradient.
+        For objectives with `has_slopes` and a ratio for every token, called without gradient.
         """
         clean = sanitise(x, reads_rollout_logprobs=self.reads_rollout_logprobs)
-        if self._is_once_a_sequence(clean):
-            return self._sequence_slopes(clean)
-        if not self.policy.is_score and LEVELS[self.policy.level].is_mean is not None:
-            return None
         scored, own = self._score_tokens(clean), clean.inputs
         token = scored.token
         weights = own.weights.policy if scored.weight is None else own.weights.policy * scored.weight
@@ -179,15 +198,23 @@ class Objective:
         if token.is_shared:
             weights = masked_seq_sum(weights, own.mask, own.seq_ids, own.num_seqs)
             weights = weights if clean.is_full else torch.where(own.mask, weights, 0)
-        gradient = weights * _slope(token)
+        gradient = torch.mul(weights, _slope(token), out=out)
         if not self.policy.is_score and scored.beyond is not None:
             gradient.masked_fill_(scored.beyond, 0)
         return loss, gradient, {**clean.metrics, **scored.metrics}
 
-    def _sequence_slopes(self, clean: CleanInputs) -> tuple[Tensor, Tensor, Metrics]:
-        x = clean.inputs
+    def sequence_slopes(self, x: LossInputs, out: Tensor | None) -> tuple[Tensor, Tensor, Metrics] | None:
+        """The same for one ratio to the old policy a sequence, everything live; None where a logprob is not finite.
+
+        But for the log-ratios and the gradient, nothing is as long as the batch.
+        """
         lengths = seq_lengths(x.seq_ids, x.num_seqs)
-        scored = self._score_sequences(clean, lengths)
+        totals = seq_totals(x.logprobs.detach() - x.old_logprobs.detach(), x.seq_ids, lengths)
+        drift = total(totals)
+        if not math.isfinite(drift):
+            return None
+        clean = CleanInputs(x, x.mask, {"pg/invalid_logprobs": Sum(0)}, is_full=True, total_drift=drift)
+        scored = self._score_sequences(clean, lengths, totals)
         weights = seq_totals(x.weights.policy, x.seq_ids, lengths)
         gradient = weights * _slope(scored.token)
         if LEVELS[self.policy.level].is_mean:
@@ -199,7 +226,7 @@ class Objective:
 
     def _score_tokens(self, clean: CleanInputs) -> _Scored:
         term = self.policy
-        x, token_log_ratio, drift = self._log_ratio(clean.inputs)
+        x, token_log_ratio = self._log_ratio(clean)
         raw = LEVELS[term.level].log_ratio(token_log_ratio, x)
         corrected = term.correct(x, term.correction_config) if term.has_correction else None
         weight = None if corrected is None else corrected.weight
@@ -215,42 +242,37 @@ class Objective:
         token = term.trust(log_ratio, x, term.trust_config)
         kept = x.mask if corrected is None else x.mask & corrected.keep
         is_whole = clean.is_full and (corrected is None or is_full(kept))
-        metrics = policy_metrics(clean, log_ratio=log_ratio, raw=raw, token=token, drift=drift)
+        metrics = policy_metrics(clean, log_ratio=log_ratio, raw=raw, token=token)
         if corrected is not None:
             metrics.update(correction_metrics(clean, corrected, is_whole=is_whole))
         return _Scored(token, metrics, _beyond(raw, log_ratio), weight, None if is_whole else kept)
 
-    def _is_once_a_sequence(self, clean: CleanInputs) -> bool:
-        """One ratio, one advantage, no token weights: a sequence is what a token is elsewhere."""
+    def _is_once_a_sequence(self) -> bool:
+        """One ratio, one advantage, no token weights: where all is live a sequence is what a token is elsewhere."""
         term = self.policy
         is_plain = term.is_elementwise and not term.has_correction and term.weigh is None
-        return is_plain and clean.is_full and LEVELS[term.level].is_mean is not None
+        return is_plain and LEVELS[term.level].is_mean is not None
 
-    def _score_sequences(self, clean: CleanInputs, lengths: Tensor) -> _Scored:
+    def _score_sequences(self, clean: CleanInputs, lengths: Tensor, totals: Tensor) -> _Scored:
+        """From the sums of the log-ratios [n]."""
         term = self.policy
-        x, token_log_ratio, drift = self._log_ratio(clean.inputs)
-        totals = seq_totals(token_log_ratio, x.seq_ids, lengths)
         raw = totals / lengths.clamp(min=1) if LEVELS[term.level].is_mean else totals
         log_ratio = clamp_log_ratio(raw)
-        token = term.trust(log_ratio, first_tokens(x, lengths), term.trust_config)
-        drift = totals if drift is token_log_ratio else None  # a router shift is no drift of the policy
-        metrics = sequence_metrics(x, log_ratio=log_ratio, raw=raw, token=token, lengths=lengths, drift=drift)
+        token = term.trust(log_ratio, first_tokens(clean.inputs, lengths, raw.dtype), term.trust_config)
+        metrics = sequence_metrics(clean, log_ratio=log_ratio, raw=raw, token=token, lengths=lengths)
         return _Scored(token, metrics, _beyond(raw, log_ratio))
 
-    def _log_ratio(self, x: LossInputs) -> tuple[LossInputs, Tensor, Tensor | None]:
-        """The inputs as the trust region may see them, and token log-ratios [t]; once more where they are to the old
-        policy and nothing else is in them.
-        """
-        x, shift = self._split_router_shift(x)
+    def _log_ratio(self, clean: CleanInputs) -> tuple[LossInputs, Tensor]:
+        """The inputs as the trust region may see them, and token log-ratios [t]."""
+        x, shift = self._split_router_shift(clean.inputs)
+        is_old = self.policy.anchor == "old"
         if self.policy.level == "none":
-            anchor = x.logprobs.detach()
+            log_ratio = x.logprobs - x.logprobs.detach()
+        elif is_old and clean.drift is not None:
+            log_ratio = clean.drift
         else:
-            anchor = x.old_logprobs if self.policy.anchor == "old" else x.rollout_logprobs
-        log_ratio = x.logprobs - anchor
-        is_drift = self.policy.level != "none" and self.policy.anchor == "old"
-        if shift is not None:
-            return x, log_ratio + shift, log_ratio if is_drift else None
-        return x, log_ratio, log_ratio if is_drift else None
+            log_ratio = x.logprobs - (x.old_logprobs if is_old else x.rollout_logprobs)
+        return x, log_ratio if shift is None else log_ratio + shift
 
     def _split_router_shift(self, x: LossInputs) -> tuple[LossInputs, Tensor | None]:
         """Floor gamma; give log gamma for before the clip, or leave in `x.router_shift` what is applied after it."""
@@ -309,20 +331,20 @@ def build_objective(cfg: AlgorithmSection) -> Objective:
         is_score=cfg.form == "score",
     )
     of_trust = trust.needs | set(trust.traits.get("needs_of", _nothing)(trust_config))
-    axes = replacing.needs if replaces else of_trust | correction.needs | weight.needs | _ratio_needs(cfg)
-    needs = axes | _regulariser_needs(cfg)
-    constants = _constants(cfg, () if replaces else weight.traits.get("constants", ()), is_normalized=is_normalized)
+    axes = replacing.needs if replaces else of_trust | correction.needs | weight.needs | ratio_needs(cfg)
+    needs = axes | regulariser_needs(cfg)
+    constants = constants_of(cfg, () if replaces else weight.traits.get("constants", ()), is_normalized=is_normalized)
     return Objective(
         policy=term,
         kl=cfg.kl,
         entropy=cfg.entropy,
         nll_coefficient=cfg.positive_nll.coefficient,
-        teacher_coefficient=cfg.teacher.coefficient if _has_teacher_loss(cfg) else 0.0,
+        teacher_coefficient=cfg.teacher.coefficient if has_teacher_loss(cfg) else 0.0,
         needs=needs & OPTIONAL_FIELDS,
         reads_rollout_logprobs="rollout_logprobs" in needs,
         constant_advantage=LEVELS[cfg.level].constant_advantage and not replaces,
         needs_constants=constants,
-        has_slopes=_is_policy_alone(cfg, replaces) and trust.traits.get("has_slope", _never)(trust_config),
+        has_slopes=is_policy_alone(cfg, replaces) and trust.traits.get("has_slope", _never)(trust_config),
     )
 
 
@@ -340,52 +362,6 @@ def _slope(token: TokenLoss) -> Tensor:
     return token.slope
 
 
-def _is_policy_alone(cfg: AlgorithmSection, replaces: bool) -> bool:
-    others = cfg.kl.place == "loss" or _has_entropy_loss(cfg.entropy) or _has_teacher_loss(cfg)
-    return not (replaces or others or cfg.positive_nll.coefficient)
-
-
 def _beyond(raw: Tensor, log_ratio: Tensor) -> Tensor | None:
     """Where the clamp took the gradient away; the same tensor comes back where it did nothing."""
     return None if raw is log_ratio else raw.detach().abs() > LOG_RATIO_LIMIT
-
-
-def _constants(cfg: AlgorithmSection, of_weight: Sequence[str], *, is_normalized: bool) -> frozenset[str]:
-    keys = set(of_weight)
-    if is_normalized:
-        keys.add(CORRECTION_MEAN)
-    if cfg.kl.place == "loss" and cfg.kl.target is not None:
-        keys.add(KL_COEFFICIENT)
-    if _has_entropy_loss(cfg.entropy) and cfg.entropy.target is not None:
-        keys.add(ENTROPY_COEFFICIENT)
-    return frozenset(keys)
-
-
-def _ratio_needs(cfg: AlgorithmSection) -> frozenset[str]:
-    needs: set[str] = set()
-    if cfg.level != "none":
-        needs.add("old_logprobs" if cfg.anchor == "old" else "rollout_logprobs")
-    if cfg.router_shift.enabled:
-        needs.add("router_shift")
-    return frozenset(needs)
-
-
-def _regulariser_needs(cfg: AlgorithmSection) -> frozenset[str]:
-    needs: set[str] = set()
-    if cfg.kl.place == "loss":
-        needs.add("ref_logprobs")
-        if cfg.kl.importance:
-            needs.add("old_logprobs")
-    if _has_entropy_loss(cfg.entropy):
-        needs.add("entropy")
-    if _has_teacher_loss(cfg):
-        needs.add("teacher_logprobs")
-    return frozenset(needs)
-
-
-def _has_teacher_loss(cfg: AlgorithmSection) -> bool:
-    return cfg.teacher.path is not None and cfg.teacher.place == "kl" and cfg.teacher.coefficient > 0
-
-
-def _has_entropy_loss(entropy: EntropySection) -> bool:
-    return entropy.place == "loss" and bool(entropy.coefficient or entropy.target is not None)

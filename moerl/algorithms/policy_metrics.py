@@ -5,24 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moerl.algorithms.elementwise import exp, total
 from moerl.algorithms.mismatch import TokenCorrection
 from moerl.algorithms.ratio import LOG_RATIO_LIMIT
 from moerl.algorithms.sanitise import CleanInputs
 from moerl.algorithms.segments import per_sequence, seq_lengths
-from moerl.algorithms.types import LossInputs, TokenLoss
+from moerl.algorithms.types import TokenLoss
 from moerl.metrics import Max, Mean, Metrics
 
 
-def policy_metrics(
-    clean: CleanInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss, drift: Tensor | None
-) -> Metrics:
-    """The policy's metrics as means over live tokens.
-
-    `raw` is the log-ratio before it was clamped; `drift` [t] that of current to old policy, where it was made anyway.
-    """
+def policy_metrics(clean: CleanInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss) -> Metrics:
+    """The policy's metrics as means over live tokens; `raw` is the log-ratio before it was clamped."""
     x, live = clean.inputs, clean.live
     mean = _full_mean if clean.is_full else token_mean
-    ratio = log_ratio.detach().exp() if token.ratio is None else token.ratio
+    ratio = exp(log_ratio.detach()) if token.ratio is None else token.ratio
     seen = ratio if clean.is_full else torch.where(x.mask, ratio, -torch.inf)
     metrics: Metrics = {
         "pg/ratio_mean": mean(ratio, x.mask),
@@ -32,26 +28,24 @@ def policy_metrics(
     }
     metrics.update({name: mean(values, live) for name, values in token.metrics.items()})
     if "old_logprobs" in x.optional:
-        metrics["pg/kl_old"] = _negative(mean(x.logprobs.detach() - x.old_logprobs if drift is None else drift, live))
+        metrics["pg/kl_old"] = _kl_old(clean)
     if "entropy" in x.optional:
         metrics["pg/entropy"] = token_mean(x.entropy, live)
     return metrics
 
 
 def sequence_metrics(
-    x: LossInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss, lengths: Tensor, drift: Tensor | None
+    clean: CleanInputs, *, log_ratio: Tensor, raw: Tensor, token: TokenLoss, lengths: Tensor
 ) -> Metrics:
-    """The same from one value for each sequence, `drift` [n] its sum, where every token is live."""
-    count = float(lengths.sum())
-    ratio = log_ratio.detach().exp()
+    """The same from one value for each sequence, where every token is live."""
+    x, count = clean.inputs, float(len(clean.live))
+    ratio = exp(log_ratio.detach()) if token.ratio is None else token.ratio
     values = {"pg/ratio_mean": ratio, "pg/clamped": raw.detach().abs() > LOG_RATIO_LIMIT, **token.metrics}
     totals = torch.stack([v.detach().double() for v in values.values()]) @ lengths.double()
-    metrics: Metrics = {name: Mean(total, count) for name, total in zip(values, totals, strict=True)}
-    seen = torch.where(lengths > 0, ratio, -torch.inf)
-    metrics["pg/ratio_max"] = Max(seen.amax() if len(seen) else -torch.inf)
+    metrics: Metrics = {name: Mean(made, count) for name, made in zip(values, totals.tolist(), strict=True)}
+    metrics["pg/ratio_max"] = Max(float(torch.where(lengths > 0, ratio, -torch.inf).amax()))
     if "old_logprobs" in x.optional:
-        total = (x.logprobs.detach() - x.old_logprobs if drift is None else drift.detach()).sum()
-        metrics["pg/kl_old"] = Mean(-total.double(), count)
+        metrics["pg/kl_old"] = _kl_old(clean)
     if "entropy" in x.optional:
         metrics["pg/entropy"] = _full_mean(x.entropy, x.mask)
     return metrics
@@ -80,13 +74,14 @@ def correction_metrics(clean: CleanInputs, corrected: TokenCorrection, *, is_who
 
 def _full_mean(values: Tensor, mask: Tensor) -> Mean:
     """Mean over all tokens, for which `mask` is known to be True."""
-    values = values.detach()
-    total = torch.count_nonzero(values) if values.dtype == torch.bool else values.sum()
-    return Mean(total.double(), float(len(values)))
+    return Mean(total(values), float(len(values)))
 
 
-def _negative(mean: Mean) -> Mean:
-    return Mean(-mean.total, mean.count)
+def _kl_old(clean: CleanInputs) -> Mean:
+    """k1 to the old policy over the live tokens."""
+    if clean.is_full:
+        return Mean(-clean.total_drift, float(len(clean.live)))
+    return token_mean(clean.inputs.old_logprobs - clean.inputs.logprobs, clean.live)
 
 
 def _none_of(clean: CleanInputs) -> Mean:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moerl.algorithms.elementwise import total
 from moerl.algorithms.segments import is_full
 from moerl.algorithms.types import LossInputs
 from moerl.metrics import Metrics, Sum
@@ -33,6 +34,10 @@ class CleanInputs:
     metrics: Metrics
     is_full: bool = False
     """Every token may be computed with, and trains; False where only a device could tell."""
+    drift: Tensor | None = None
+    """[t], with gradient: log-ratio of the current to the old policy, where all is full and that one is given."""
+    total_drift: float = 0.0
+    """Its sum."""
 
 
 def sanitise(x: LossInputs, *, reads_rollout_logprobs: bool) -> CleanInputs:
@@ -41,8 +46,10 @@ def sanitise(x: LossInputs, *, reads_rollout_logprobs: bool) -> CleanInputs:
     A NaN that the learner itself computed on a live token is left to reach the loss, so that the run stops.
     """
     dtype = torch.promote_types(x.logprobs.dtype, torch.float32)
-    if _is_usable(x, reads_rollout_logprobs):
-        return _as_it_is(x, dtype, reads_rollout_logprobs)
+    if len(x.mask) and is_full(x.mask) and not any(name in x.optional for name in _TOPK):
+        whole = _as_it_is(x, dtype, reads_rollout_logprobs)
+        if _is_usable(whole, reads_rollout_logprobs):
+            return whole
     own = {"logprobs": x.logprobs, **{name: x.optional[name] for name in _PREFIXED if name in x.optional}}
     is_infinite = torch.stack([values.detach().isinf() for values in own.values()]).any(0) & x.mask
     live = x.mask & ~is_infinite
@@ -83,14 +90,18 @@ def sanitise(x: LossInputs, *, reads_rollout_logprobs: bool) -> CleanInputs:
     return CleanInputs(inputs, live, metrics)
 
 
-def _is_usable(x: LossInputs, reads_rollout_logprobs: bool) -> bool:
-    """Nothing is masked and all logprobs are finite; asked on the CPU only, where the answer costs next to nothing."""
-    if not len(x.mask) or not is_full(x.mask) or any(name in x.optional for name in _TOPK):
-        return False
-    read = [x.logprobs, *(x.optional[name] for name in _PREFIXED if name in x.optional)]
-    read += [x.rollout_logprobs] if reads_rollout_logprobs else []
-    return all(math.isfinite(float(values.detach().sum())) for values in read)  # a sum of finite ones that overflows
-    # only takes the longer way
+def _is_usable(whole: CleanInputs, reads_rollout_logprobs: bool) -> bool:
+    """All logprobs are finite; asked on the CPU only, where the answer costs next to nothing.
+
+    A sum of finite ones that overflows only takes the longer way. The drift is finite where its two sides are.
+    """
+    x = whole.inputs
+    read = [x.optional[name] for name in ("ref_logprobs", "teacher_logprobs") if name in x.optional]
+    if whole.drift is None:
+        read.append(x.logprobs)
+    if reads_rollout_logprobs:
+        read.append(x.rollout_logprobs)
+    return math.isfinite(whole.total_drift) and all(math.isfinite(total(values)) for values in read)
 
 
 def _as_it_is(x: LossInputs, dtype: torch.dtype, reads_rollout_logprobs: bool) -> CleanInputs:
@@ -112,25 +123,27 @@ def _as_it_is(x: LossInputs, dtype: torch.dtype, reads_rollout_logprobs: bool) -
         weights=TokenWeights(*(cast[id(values)] for values in terms)),
         optional={**x.optional, **optional},
     )
-    return CleanInputs(inputs, x.mask, metrics, is_full=True)
+    drift = inputs.logprobs - inputs.old_logprobs if "old_logprobs" in optional else None
+    sum_of_drift = 0.0 if drift is None else total(drift)
+    return CleanInputs(inputs, x.mask, metrics, is_full=True, drift=drift, total_drift=sum_of_drift)
 
 
-def first_tokens(x: LossInputs, lengths: Tensor) -> LossInputs:
-    """The first token of every sequence [n] without optional fields, for a term that reads the advantage alone.
+def first_tokens(x: LossInputs, lengths: Tensor, dtype: torch.dtype) -> LossInputs:
+    """One token for every sequence [n], of which the advantage alone is true, for a term that reads nothing else.
 
-    Sequences without tokens get some token of their neighbours: nothing is weighed by it.
+    Sequences without tokens get the advantage of a neighbour: nothing is weighed by it.
     """
     at = (lengths.cumsum(0) - lengths).clamp(max=len(x.seq_ids) - 1)
-    return dataclasses.replace(
-        x,
-        logprobs=x.logprobs.index_select(0, at),
-        rollout_logprobs=x.rollout_logprobs.index_select(0, at),
-        advantages=x.advantages.index_select(0, at),
-        mask=x.mask.index_select(0, at),
-        weights=TokenWeights.shared(x.weights.policy.index_select(0, at)),
+    advantages = x.advantages.detach().index_select(0, at).to(dtype)
+    return LossInputs(
+        logprobs=advantages,
+        rollout_logprobs=advantages,
+        advantages=advantages,
+        mask=lengths > 0,
+        weights=TokenWeights.shared(advantages),
         seq_ids=torch.arange(len(at), device=at.device),
         num_seqs=len(at),
-        optional={},
+        constants=x.constants,
     )
 
 

@@ -1,6 +1,6 @@
 """Sums, means and extremes over packed sequences, given back on every token; deterministic on every device.
 
-The sum over one's own sequence is a symmetric linear map, so its backward pass is itself: no atomic adds anywhere.
+Summing over a sequence and giving a value to all its tokens are each other's backward pass: no atomic adds anywhere.
 """
 
 from __future__ import annotations
@@ -11,20 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_OF_NUMPY = (torch.float32, torch.float64)
-
-
-class _SequenceSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, seq_ids: Tensor, lengths: Tensor, divisor: Tensor | None) -> Tensor:
-        ctx.save_for_backward(seq_ids, lengths, divisor)
-        sums = _sums(values, lengths)
-        return _spread(sums if divisor is None else sums / divisor, seq_ids, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        seq_ids, lengths, divisor = ctx.saved_tensors
-        return _SequenceSum.apply(grads[0], seq_ids, lengths, divisor), None, None, None  # pyright: ignore[reportReturnType]: apply is untyped
+from moerl.algorithms.elementwise import suits_numpy
 
 
 class _Totals(torch.autograd.Function):
@@ -53,11 +40,15 @@ class _Spread(torch.autograd.Function):
 
 def seq_totals(values: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
     """[t] -> [n]: the sum of each sequence."""
+    if not values.requires_grad:  # autograd's own call costs as much as a pass over a block
+        return _sums(values, lengths)
     return _Totals.apply(values, seq_ids, lengths)  # pyright: ignore[reportReturnType]: apply is untyped
 
 
 def spread(per_seq: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
     """[n] -> [t]: each sequence's value on all its tokens."""
+    if not per_seq.requires_grad:
+        return _spread(per_seq, seq_ids, lengths)
     return _Spread.apply(per_seq, seq_ids, lengths)  # pyright: ignore[reportReturnType]: apply is untyped
 
 
@@ -65,25 +56,22 @@ def _sums(values: Tensor, lengths: Tensor) -> Tensor:
     """[t] -> [n]. Numpy adds pairwise within each sequence: more exact than torch's CPU sum, which adds one by one, and
     five times as fast.
     """
-    if not _suits_numpy(values):
+    if not suits_numpy(values):
         return torch.segment_reduce(values.contiguous(), "sum", lengths=lengths, unsafe=True, initial=0)
-    filled = lengths > 0
-    starts = (lengths.cumsum(0) - lengths)[filled].numpy()
-    sums = values.new_zeros(len(lengths))
-    if len(starts):
-        sums[filled] = torch.from_numpy(np.add.reduceat(values.numpy(), starts))
-    return sums
+    counts = lengths.numpy()
+    filled = counts > 0
+    sums = np.zeros(len(counts), values.numpy().dtype)
+    if filled.any():
+        with np.errstate(invalid="ignore", over="ignore"):  # the sum says so itself
+            sums[filled] = np.add.reduceat(values.numpy(), (counts.cumsum() - counts)[filled])
+    return torch.from_numpy(sums)
 
 
 def _spread(per_seq: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
     """[n] -> [t]. Runs of one value are written by numpy five times as fast as torch looks them up."""
-    if not _suits_numpy(per_seq):
+    if not suits_numpy(per_seq):
         return per_seq.index_select(0, seq_ids)
     return torch.from_numpy(np.repeat(per_seq.numpy(), lengths.numpy()))
-
-
-def _suits_numpy(values: Tensor) -> bool:
-    return values.device.type == "cpu" and values.dtype in _OF_NUMPY
 
 
 def answers_at_once(values: Tensor) -> bool:
@@ -107,7 +95,7 @@ def seq_lengths(seq_ids: Tensor, num_seqs: int) -> Tensor:
 
 def seq_sum(values: Tensor, seq_ids: Tensor, lengths: Tensor) -> Tensor:
     """[t] -> [t]: the sum of `values` over each token's sequence. `seq_ids` [t] does not decrease, `lengths` is [n]."""
-    return _SequenceSum.apply(values, seq_ids, lengths, None)  # pyright: ignore[reportReturnType]: apply is untyped
+    return spread(seq_totals(values, seq_ids, lengths), seq_ids, lengths)
 
 
 def masked_seq_sum(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int) -> Tensor:
@@ -131,12 +119,7 @@ def masked_seq_means(values: Tensor, mask: Tensor, seq_ids: Tensor, lengths: Ten
 def masked_seq_mean(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int) -> Tensor:
     """[t] -> [t]: the mean over the masked tokens of each token's sequence; 0 where there are none."""
     lengths = seq_lengths(seq_ids, num_seqs)
-    if is_full(mask):
-        kept, count = values, lengths.to(values.dtype)
-    else:
-        kept = torch.where(mask, values, 0)
-        count = _sums(mask.to(values.dtype), lengths)
-    return _SequenceSum.apply(kept, seq_ids, lengths, count.clamp(min=1))  # pyright: ignore[reportReturnType]: apply is untyped
+    return spread(masked_seq_means(values, mask, seq_ids, lengths)[0], seq_ids, lengths)
 
 
 def masked_seq_max(values: Tensor, mask: Tensor, seq_ids: Tensor, num_seqs: int) -> Tensor:

@@ -7,37 +7,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moerl.algorithms.elementwise import choose, exp, is_above, is_below, zero_where
 from moerl.algorithms.types import TokenLoss
-
-_FAR = 1e6
-"""Added to a bound that must not bind; a log-ratio is held within 20 before."""
 
 
 class _Hold(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        held = torch.clamp(values, lower, upper)
-        moved = (held - values).sign_()
-        inside = moved.abs().neg_().add_(1)
-        ctx.save_for_backward(inside)
-        ctx.mark_non_differentiable(moved, inside)
-        return held, moved, inside
+    def forward(
+        ctx: Any, values: Tensor, advantages: Tensor, low: float, high: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        above = is_above(values, high) & is_above(advantages, 0)
+        below = is_below(values, low) & is_below(advantages, 0)
+        moved = above | below
+        held = choose(moved, torch.clamp(values, low, high), values)
+        ctx.save_for_backward(moved)
+        ctx.mark_non_differentiable(above, below, moved)
+        return held, above, below, moved
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (inside,) = ctx.saved_tensors
-        return grads[0] * inside, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (moved,) = ctx.saved_tensors
+        return grads[0] * ~moved, None, None, None
 
 
-def hold_by_sign(values: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Values at most `high` where A > 0 and at least `low` where A < 0; the direction each moved in; and the gradient.
+def hold_by_sign(values: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Values at most `high` where A > 0 and at least `low` where A < 0; which were above, below, and either of the two.
 
-    The direction is 1, 0 or -1. The gradient is 1 where nothing moved, also on the bound, else 0.
+    The gradient is 1 where nothing moved, also on the bound, else 0.
     """
-    sign = advantages.sign()
-    upper = sign.neg().add_(1).mul_(_FAR).add_(high)  # exactly `high` where the sign is 1
-    lower = sign.add(1).mul_(-_FAR).add_(low)
-    return _Hold.apply(values, lower, upper)  # pyright: ignore[reportReturnType]: apply is untyped
+    return _Hold.apply(values, advantages, low, high)  # pyright: ignore[reportReturnType]: apply is untyped
 
 
 class _Pessimistic(torch.autograd.Function):
@@ -47,16 +45,15 @@ class _Pessimistic(torch.autograd.Function):
     def forward(
         ctx: Any, log_ratio: Tensor, advantages: Tensor, low: float, high: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        ratio = log_ratio.exp()
-        against = advantages.neg()
-        free = ratio * against
-        loss = torch.clamp(ratio, low, high).mul_(against)
-        torch.maximum(free, loss, out=loss)
-        clipped = (loss - free).sign_()  # 1 where the bound binds, 0 elsewhere; NaN stays NaN
-        slope = free.addcmul_(free, clipped, value=-1)
+        ratio = exp(log_ratio)
+        free = ratio * advantages
+        bounded = torch.clamp(ratio, low, high).mul_(advantages)
+        binds = is_above(free, bounded)
+        torch.minimum(free, bounded, out=bounded)
+        slope = zero_where(binds, free).neg_()
         ctx.save_for_backward(slope)
-        ctx.mark_non_differentiable(slope, ratio, clipped)
-        return loss, slope, ratio, clipped
+        ctx.mark_non_differentiable(slope, ratio, binds)
+        return bounded.neg_(), slope, ratio, binds
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -69,11 +66,9 @@ def clip_once(log_ratio: Tensor, advantages: Tensor, low: float, high: float) ->
 
     At x exactly on a bound the gradient is that of the unclipped branch.
     """
-    loss, slope, ratio, clipped = _Pessimistic.apply(log_ratio, advantages, low, high)  # pyright: ignore[reportGeneralTypeIssues]: untyped
-    signed = clipped.mul_(advantages.sign())
-    above = signed.clamp(min=0)
-    metrics = {"pg/clip_low": above - signed, "pg/clip_high": above}
-    return TokenLoss(loss, metrics, ratio, slope)
+    loss, slope, ratio, binds = _Pessimistic.apply(log_ratio, advantages, low, high)  # pyright: ignore[reportGeneralTypeIssues]: untyped
+    above = binds & is_above(advantages, 0)
+    return TokenLoss(loss, {"pg/clip_low": binds ^ above, "pg/clip_high": above}, ratio, slope)
 
 
 def clipped_surrogate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moerl.algorithms.checks import check_above
+from moerl.algorithms.elementwise import exp, is_above
 from moerl.algorithms.mismatch import (
     MISMATCH_NEEDS,
     TokenCorrection,
@@ -35,7 +36,6 @@ class TisConfig(TokenWeightConfig):
 @corrections.register("tis", TisConfig, needs=MISMATCH_NEEDS, weighs=True)
 def tis(x: LossInputs, cfg: TisConfig) -> TokenCorrection:
     """w = clip(u, 0, cap), k = 1."""
-    u = log_mismatch(x, cfg.level).exp()
-    truncated = u.clamp(max=cfg.cap)
-    beyond = (u - truncated).sign_()  # 1 where the cap binds
-    return TokenCorrection(reduce_weight(truncated, x, cfg), all_kept(x), {"mm/tis_clip": beyond})
+    u = exp(log_mismatch(x, cfg.level))
+    metrics = {"mm/tis_clip": is_above(u, cfg.cap)}
+    return TokenCorrection(reduce_weight(u.clamp(max=cfg.cap), x, cfg), all_kept(x), metrics)

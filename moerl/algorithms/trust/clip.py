@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moerl.algorithms.checks import check_above, check_range
+from moerl.algorithms.elementwise import exp
 from moerl.algorithms.registries import trust_regions
 from moerl.algorithms.surrogate import clip_once, clipped_surrogate
 from moerl.algorithms.types import LossInputs, TokenLoss
@@ -42,4 +43,4 @@ def clip(log_ratio: Tensor, x: LossInputs, cfg: ClipConfig) -> TokenLoss:
     bounds = (1 - cfg.lo, 1 + cfg.hi)
     if _clips_once(cfg):
         return clip_once(log_ratio, x.advantages, *bounds)
-    return clipped_surrogate(log_ratio.exp(), x.advantages, bounds, dual_c=cfg.dual_c, delta=cfg.delta)
+    return clipped_surrogate(exp(log_ratio), x.advantages, bounds, dual_c=cfg.dual_c, delta=cfg.delta)

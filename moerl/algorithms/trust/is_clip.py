@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moerl.algorithms.checks import check_range
+from moerl.algorithms.elementwise import exp, is_above, is_below, zero_where
 from moerl.algorithms.registries import trust_regions
 from moerl.algorithms.types import LossInputs, TokenLoss
 
@@ -32,16 +33,12 @@ def _always(cfg: IsClipConfig) -> bool:
 @trust_regions.register("is_clip", IsClipConfig, form="score", has_slope=_always)
 def is_clip(log_ratio: Tensor, x: LossInputs, cfg: IsClipConfig) -> TokenLoss:
     """-sg[clip(ratio)] A lp."""
-    ratio = log_ratio.detach().exp()
+    ratio = exp(log_ratio.detach())
     weight = ratio.clamp(cfg.min, cfg.max)
-    if not cfg.mask:
-        beyond = (ratio - weight).sign_()
-        above = beyond.clamp(min=0)
-        metrics = {"pg/clip_high": above, "pg/clip_low": above - beyond}
-    else:
-        above, below = ratio > cfg.max, ratio < cfg.min
+    above, below = is_above(ratio, cfg.max), is_below(ratio, cfg.min)
+    if cfg.mask:
         above, below = above & (x.advantages > 0), below & (x.advantages < 0)
-        weight = weight * ~(above | below)
-        metrics = {"pg/clip_high": above, "pg/clip_low": below}
+        weight = zero_where(above | below, weight)
+    metrics = {"pg/clip_high": above, "pg/clip_low": below}
     slope = weight.mul_(x.advantages).neg_()
     return TokenLoss(slope * x.logprobs, metrics, ratio, slope)

@@ -73,9 +73,10 @@ def test_the_gradient_goes_on_to_what_made_the_inputs(batch_v, monkeypatch):
         loss.backward()
 
 
-def test_without_gradient(batch_v, monkeypatch):
+@pytest.mark.parametrize("name", ["gspo", "grpo", "sapo"])
+def test_without_gradient(batch_v, monkeypatch, name):
     monkeypatch.setattr(blocks, "BLOCK_TOKENS", 3)
-    objective = batch_v.objective(PRESETS["gspo"].values)
+    objective = batch_v.objective(PRESETS[name].values)
     with torch.no_grad():
         loss, _ = objective(batch_v.inputs(batch_v.now, aggregation={"name": "token_mean"}))
     assert not loss.requires_grad

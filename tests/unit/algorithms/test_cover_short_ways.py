@@ -7,6 +7,7 @@ for and nothing else, as the learner fills it.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -150,3 +151,27 @@ def test_a_field_that_is_only_reported_takes_no_part_in_the_gradient(batch_v, mo
     assert to_floats(metrics)["pg/entropy"] == pytest.approx(1.0)
     assert by_entropy is None or by_entropy.abs().max() == 0
     torch.testing.assert_close(by_logprobs, torch.autograd.grad(objective(x)[0], leaf)[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("at", [0, 9])
+def test_an_infinite_logprob_is_no_matter_of_the_other_blocks(batch_v, monkeypatch, at):
+    objective = batch_v.objective({**SEQUENCE, "trust": {"name": "clip"}})
+    now = batch_v.now.clone()
+    now[at] = -math.inf
+    found = []
+    for block in (100, 3):
+        monkeypatch.setattr(blocks, "BLOCK_TOKENS", block)
+        leaf = now.clone().requires_grad_()
+        loss, metrics = objective(lean(batch_v, objective, leaf, {"name": "token_mean"}))
+        found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0], to_floats(metrics)))
+    assert found[1][1][at] == 0
+    assert found[1][2]["pg/invalid_logprobs"] == 1
+    check(found[1], found[0])
+
+
+def test_logprobs_are_looked_at_themselves_where_no_old_ones_are_given(batch_v):
+    objective = batch_v.objective({**TOKEN, "level": "none", "form": "score", "trust": {"name": "none"}})
+    now = batch_v.now.clone()
+    assert sanitise(lean(batch_v, objective, now, {"name": "token_mean"}), reads_rollout_logprobs=False).is_full
+    now[3] = -math.inf
+    assert not sanitise(lean(batch_v, objective, now, {"name": "token_mean"}), reads_rollout_logprobs=False).is_full
