@@ -137,7 +137,7 @@ class TensorFile:
 
     def _read(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype)
-        view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).cast("B") if tensor.numel() else memoryview(b"")
+        view = tensor.reshape(-1).view(torch.uint8).numpy().data.cast("B") if tensor.numel() else memoryview(b"")
         self._fill(view, start)
         return tensor
 
@@ -244,7 +244,7 @@ class TensorFileWriter:
             )
         self._count += 1
         if tensor.numel():
-            self._write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).cast("B"))
+            self._write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data.cast("B"))
 
     def sum(self) -> dict[str, Any]:
         """Size and SHA-256 of what was written."""
