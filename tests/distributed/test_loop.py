@@ -47,7 +47,7 @@ def every_layout() -> dict[str, tuple[str, tuple[str, ...]]]:
     """Every layout of four processes that is legal, the methods in turn.
 
     Without `grpo`: its KL is part of the reward, so the advantages of a group with equal answers are differences of
-    logprobs in their last digits over their own spread, and every layout rounds those differently (2e-4 of the gradient).
+    logprobs in their last digits over their own spread, and layouts round those differently (2e-4 of the gradient).
     """
     found = {}
     methods = [method for method in METHODS if method != "grpo"]
