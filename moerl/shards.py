@@ -229,7 +229,7 @@ class ShardReader:
         if rank not in self._handles:
             if not path.is_file():
                 raise CheckpointError(f"{path} does not exist; the checkpoint lacks the part of a rank")
-            self._handles[rank] = TensorFile(path)
+            self._handles[rank] = TensorFile(path, remedy="use an earlier checkpoint")
         return self._handles[rank]
 
 

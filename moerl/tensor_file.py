@@ -59,13 +59,14 @@ class Described:
 class TensorFile:
     """An open file; reads may come from several threads."""
 
-    def __init__(self, path: Path) -> None:
-        """Open it and check its header.
+    def __init__(self, path: Path, *, remedy: str = "download or export it again") -> None:
+        """Open it and check its header; `remedy` is what to do about a damaged one.
 
         Raises:
             CheckpointError: it cannot be opened, is truncated, or its header is damaged.
         """
         self.path = path
+        self._remedy = remedy
         self._tensors: dict[str, tuple[Described, int]] = {}
         try:
             self._handle = os.open(path, os.O_RDONLY)
@@ -133,7 +134,7 @@ class TensorFile:
             self.close()
 
     def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is truncated or damaged ({what}); download or export it again")
+        return CheckpointError(f"{self.path} is truncated or damaged ({what}); {self._remedy}")
 
     def _read(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype)

@@ -280,7 +280,7 @@ def test_damaged_and_foreign_checkpoints_are_refused_and_change_nothing(kit, tin
     tensors = next(tmp_path.glob("*.safetensors"))
     content = tensors.read_bytes()
     tensors.write_bytes(content[: len(content) // 2])
-    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors is truncated or damaged .*use an earlier"):
         fresh.load(tmp_path)
     tensors.write_bytes(content)
     state_file = next(tmp_path.glob("*.json"))
