@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -26,11 +27,12 @@ COMMANDS = {
     "train": "train a policy: supervised or with reinforcement learning",
     "eval": "held-out evaluation of a checkpoint or a Hugging Face folder",
     "report": "write report.html of a run",
+    "convert": "convert checkpoints to and from Hugging Face, verify and inspect them",
     "objective": "evaluate policy-optimisation methods on a dumped batch, or list them",
 }
 """Subcommand -> one line of help; each is the module `moerl.commands.<name>`, imported only when it runs."""
 
-IN_SEVERAL_PROCESSES = frozenset({"train"})
+IN_SEVERAL_PROCESSES = frozenset({"train", "convert"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"moerl {arguments[0]}", description=command.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     command.add_arguments(parser)
-    args = parser.parse_intermixed_args(arguments[1:])  # `key=value` may stand after an option
+    args = parse(parser, arguments[1:])
     level = logging.ERROR if world.rank else logging.INFO  # rank 0 speaks for all
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     warnings.filterwarnings("ignore", module=r"megatron\.")  # absent GPU libraries and deprecations of its own
@@ -62,6 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for noisy in ("megatron", "torch.utils.cpp_extension", "torch.distributed", "httpx", "antlr4"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     return _run(command.run, args)
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a subcommand: `key=value` may stand after an option, but for those that have subcommands."""
+    if parser._subparsers is not None:
+        return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def _overview() -> argparse.ArgumentParser:
@@ -83,6 +92,9 @@ def _run(run: object, args: argparse.Namespace) -> int:
     except MoerlError as error:
         _complain(f"moerl: {error}")
         return exit_status(error)
+    except BrokenPipeError:  # `moerl ... | head` has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123  the interpreter flushes it at exit
+        return EXIT_FAILED
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise

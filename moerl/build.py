@@ -35,6 +35,7 @@ from moerl.config.schema import RunConfig
 from moerl.contract import StepZeroContract
 from moerl.data.batch import build_step_batch
 from moerl.data.packing import plan_packing
+from moerl.finish import export_folder, export_weights
 from moerl.loop import Rooms, Schedule
 from moerl.mcore.critic import MegatronCritic
 from moerl.mcore.policy import MegatronPolicy
@@ -99,7 +100,12 @@ def build_run(cfg: RunConfig, team: Team | None = None) -> Run | None:
         if isinstance(team, ProcessTeam):
             team.split(policy.parallel.dp.rank)
         rooms, folder = _rooms(cfg, team, data, policy, (store, resume_from), stack)
-        schedule = Schedule(cfg.run.num_steps, cfg.evaluation.interval_steps, cfg.checkpoint.interval_steps)
+        schedule = Schedule(
+            cfg.run.num_steps,
+            cfg.evaluation.interval_steps,
+            cfg.checkpoint.interval_steps,
+            cfg.checkpoint.export_interval_steps,
+        )
         return Run(cfg, rooms, schedule, resume_from, folder, stack.pop_all())
 
 
@@ -214,6 +220,7 @@ def _rooms(
         counts_empty=counts_empty(cfg.algorithm),
         states={**memory, "coefficients": token_credit} if token_credit.is_adaptive else memory,
         team=team,
+        export=lambda step: export_weights(cfg, export_folder(folder, step), policy, is_leader=team.is_leader),
     ), folder
 
 

@@ -21,25 +21,39 @@ EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HF_FOLDER = "hf"
 
 
+def export_folder(run: Path, step: int) -> Path:
+    """Where the weights of `step` go as a Hugging Face folder, in the folder of a run."""
+    return run / "exports" / f"step_{step:06d}"
+
+
+def export_weights(cfg: RunConfig, out: Path, policy: Policy, *, is_leader: bool) -> None:
+    """Write the policy's weights as a Hugging Face folder; every rank takes part in putting each weight together.
+
+    Raises:
+        CheckpointError: a weight is not finite in `checkpoint.export_dtype`, or the disk refuses.
+    """
+    if not is_leader:
+        for _ in policy.export():
+            pass
+        return
+    hf = read_config(cfg.model.path)
+    write_hf_folder(
+        out,
+        policy.export(),
+        cfg.model.path,
+        dtype=EXPORT_DTYPES[cfg.checkpoint.export_dtype],
+        float32_names=buffer_names(family_of(hf, cfg.model.family).weight_rules(hf)),
+    )
+
+
 def finish_run(
     cfg: RunConfig, folder: Path, policy: Policy, seconds: float, *, is_leader: bool = True
 ) -> RenderableType | None:
     """Write what a finished run leaves behind; returns the summary to print; None on ranks that do not lead."""
-    if not is_leader:
-        if cfg.checkpoint.export_hf:
-            for _ in policy.export():
-                pass  # every rank takes part in putting each weight together
-        return None
     if cfg.checkpoint.export_hf:
-        dtype = EXPORT_DTYPES[cfg.checkpoint.export_dtype]
-        hf = read_config(cfg.model.path)
-        write_hf_folder(
-            folder / HF_FOLDER,
-            policy.export(),
-            cfg.model.path,
-            dtype=dtype,
-            float32_names=buffer_names(family_of(hf, cfg.model.family).weight_rules(hf)),
-        )
+        export_weights(cfg, folder / HF_FOLDER, policy, is_leader=is_leader)
+    if not is_leader:
+        return None
     rows = read_metrics(folder / METRICS_FILE).rows
     summary = build_summary(rows, seed=cfg.run.seed, seconds=seconds, versions=package_versions(), folder=folder)
     write_summary(folder, summary)

@@ -38,10 +38,15 @@ class Schedule:
     num_steps: int
     evaluate_every: int
     checkpoint_every: int
+    export_every: int = 0
 
     def evaluates(self, step: int) -> bool:
         """Whether to evaluate after `step`."""
         return step == self.num_steps or bool(self.evaluate_every and step % self.evaluate_every == 0)
+
+    def exports(self, step: int) -> bool:
+        """Whether to write a Hugging Face folder after `step`."""
+        return bool(self.export_every and step % self.export_every == 0)
 
     def saves(self, step: int) -> bool:
         """Whether to save after `step`."""
@@ -77,6 +82,8 @@ class Rooms:
     """What else a checkpoint holds: the memory of credit rules and of adaptive coefficients."""
     team: Team = field(default_factory=Alone)
     """The processes that walk the loop together."""
+    export: Callable[[int], None] = lambda step: None
+    """Write the weights after a step as a Hugging Face folder."""
 
 
 def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> None:
@@ -98,6 +105,9 @@ def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> N
             is_stopping = team.any(stop.requested)
             if schedule.saves(step) or is_stopping:
                 _save(rooms, step)
+            if schedule.exports(step):
+                with rooms.records.phase("export"):
+                    rooms.export(step)
             if is_stopping and step < schedule.num_steps:
                 rooms.checkpoints.wait()
                 raise Interrupted(f"stopped after step {step} of {schedule.num_steps}; its state is saved")

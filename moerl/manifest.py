@@ -16,11 +16,11 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 
 
-def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+def write_manifest(folder: Path, content: Mapping[str, Any], *, name: str = MANIFEST) -> None:
     """Write `content` with its format and its own checksum, and flush it and all folders to the disk."""
     manifest = {"format": FORMAT, **content}
     manifest["sha256"] = _digest(manifest)
-    path = folder / MANIFEST
+    path = folder / name
     path.write_text(json.dumps(manifest, indent=1))
     for written in (path, *(entry for entry in folder.rglob("*") if entry.is_dir()), folder):
         sync(written)

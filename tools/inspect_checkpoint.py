@@ -19,25 +19,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moerl.convert.inspection import kind_of
+from moerl.convert.places import STEP_NAME, newest_step
+from moerl.convert.show import console, count_table
 from moerl.errors import CheckpointError, MoerlError
 from moerl.manifest import MANIFEST, check_file, read_manifest
 from moerl.shards import ShardReader, has_shards
-
-PIPE_WIDTH = 160
-"""Columns where no terminal says how many it has; names of tensors fit."""
-NAME = re.compile(r"step_(\d{6,})")
-KINDS = {
-    "norm": r"norm",
-    "embedding": r"^embedding\.",
-    "output": r"^output_layer\.",
-    "router": r"\.router\.",
-    "shared experts": r"\.shared_experts\.",
-    "experts": r"\.experts\.",
-    "attention": r"\.self_attention\.",
-    "dense MLP": r"\.mlp\.",
-    "value head": r"^value_head\.",
-}
-"""Kind -> pattern of its megatron names; the first that fits."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps(found, indent=1))
     else:
-        show(found, Console(width=None if sys.stdout.isatty() else PIPE_WIDTH), every_name=options.names)
+        show(found, console(), every_name=options.names)
     return 1 if found["damage"] else 0
 
 
@@ -66,13 +53,10 @@ def newest(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if NAME.fullmatch(path.resolve().name):
-        return path.resolve()
-    inside = [entry for folder in (path, path / "checkpoints") if folder.is_dir() for entry in folder.iterdir()]
-    steps = {int(name[1]): entry for entry in inside if (name := NAME.fullmatch(entry.name))}
-    if not steps:
+    found = newest_step(path)
+    if found is None:
         raise CheckpointError(f"{path} is no checkpoint (step_000010), and no run or folder that holds one")
-    return steps[max(steps)]
+    return found
 
 
 def inspect(folder: Path, *, verify: bool) -> dict[str, Any]:
@@ -81,7 +65,7 @@ def inspect(folder: Path, *, verify: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: it has no manifest that could be trusted.
     """
-    name = NAME.fullmatch(folder.name)
+    name = STEP_NAME.fullmatch(folder.name)
     assert name is not None
     manifest = read_manifest(folder / MANIFEST, int(name[1]))
     damage = list(_damaged(folder, manifest["files"])) if verify else []
@@ -129,11 +113,6 @@ def _model(folder: Path, damage: list[str]) -> dict[str, Any]:
         }
 
 
-def kind_of(name: str) -> str:
-    """What a weight belongs to, by its name."""
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
-
-
 def show(found: Mapping[str, Any], console: Console, *, every_name: bool) -> None:
     """Print it as tables."""
     console.print(f"[bold]{found['folder']}[/bold]: step {found['step']}, format {found['format']}", highlight=False)
@@ -146,10 +125,10 @@ def show(found: Mapping[str, Any], console: Console, *, every_name: bool) -> Non
             f"({axes or 'no axis above 1'}), {part['optimizer_updates']} optimizer updates, {part['counters']}",
             highlight=False,
         )
-        console.print(_table(("kind", "parameters"), part["parameters_by_kind"]))
-        console.print(_table(("state", "bytes"), part["bytes"]))
+        console.print(count_table(("kind", "parameters"), part["parameters_by_kind"]))
+        console.print(count_table(("state", "bytes"), part["bytes"]))
         console.print(_tensors(part["tensors"], every_name=every_name))
-    console.print(_table(("file", "bytes"), found["files"]))
+    console.print(count_table(("file", "bytes"), found["files"]))
     console.print(f"checksums: {found['checksums']}, {len(found['files'])} files", highlight=False)
     for line in found["damage"]:
         console.print(f"[red]damaged[/red]: {line}", highlight=False)
@@ -157,14 +136,6 @@ def show(found: Mapping[str, Any], console: Console, *, every_name: bool) -> Non
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
-
-
-def _table(titles: tuple[str, str], rows: Mapping[str, int]) -> Table:
-    table = Table(titles[0])
-    table.add_column(titles[1], justify="right")
-    for name, count in rows.items():
-        table.add_row(name, f"{count:,}")
-    return table
 
 
 def _tensors(tensors: Mapping[str, Mapping[str, Any]], *, every_name: bool) -> Table:

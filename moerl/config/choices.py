@@ -104,6 +104,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "weight_sync.bucket_bytes": _AT_LEAST_ONE,
     "checkpoint.interval_steps": _AT_LEAST_ZERO,
     "checkpoint.keep": _AT_LEAST_ONE,
+    "checkpoint.export_interval_steps": _AT_LEAST_ZERO,
     "evaluation.interval_steps": _AT_LEAST_ZERO,
     "evaluation.num_samples": _AT_LEAST_ONE,
     "evaluation.temperature": _POSITIVE,

@@ -333,6 +333,8 @@ class CheckpointSection:
     """Training goes on while a copy of its state is written; the next save waits for it."""
     on_corrupt: str = "refuse"
     """A damaged newest checkpoint: `refuse` to start, or use the `previous` one."""
+    export_interval_steps: int = 0
+    """Every so many steps, also write the weights as a Hugging Face folder, `<run>/exports/step_000010`; 0: never."""
     export_hf: bool = True
     """Write the final weights as a Hugging Face folder, `<run>/hf`."""
     export_dtype: str = "fp32"

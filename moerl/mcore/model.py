@@ -41,6 +41,8 @@ class ModelSource:
     hf: Mapping[str, Any]
     """config.json."""
     family: ModelFamily
+    shards: Path | None = None
+    """Where the weights lie as shards, where that is another folder."""
 
     @property
     def kwargs(self) -> dict[str, Any]:

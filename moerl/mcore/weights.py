@@ -89,7 +89,7 @@ class WeightMap:
             CheckpointError: a missing, left-over or mis-shaped tensor; a parameter that is not finite afterwards.
         """
         source = self._source if source is None else source
-        weights = open_weights(source.folder, source.family, source.hf)
+        weights = open_weights(source.folder, source.family, source.hf, shards=source.shards)
         self._fill(checked_source(weights, source.family, source.hf))
 
     def initialize(self, seed: int) -> None:

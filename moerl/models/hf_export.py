@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -55,20 +55,19 @@ def write_hf_folder(
         DataError: `source_folder` has no readable config.json.
     """
     out, source = Path(out), Path(source_folder)
-    config = read_config(source)
+    read_config(source)
     building = out.with_name(f".{out.name}.building-{os.getpid()}")
     try:
+        for half in out.parent.glob(f".{out.name}.building-*"):  # of a process that was killed
+            shutil.rmtree(half, ignore_errors=True)
         building.mkdir(parents=True)
         writer = _ShardWriter(building, out, dtype, float32_names, max_shard_bytes)
         for name, tensor in tensors:
             writer.add(name, tensor)
         writer.finish()
-        _write_json(building / "config.json", _with_dtype(config, writer.dtypes))
-        for file in COPIED_FILES:
-            if (source / file).is_file():
-                shutil.copyfile(source / file, building / file)
+        copy_settings(source, building, writer.dtypes)
         _sync_files(building)
-        _put_in_place(building, out)
+        put_in_place(building, out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {out} ({error}); free space or choose another folder") from error
     finally:
@@ -130,15 +129,14 @@ class _ShardWriter:
         self._flush()
         count = len(self._shards)
         if count == 1:
-            self._part(0).rename(self._folder / SINGLE_FILE)
+            self._part(0).rename(self._folder / shard_name(0, 1))
             return
         weight_map = {}
         for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            file = shard_name(number, count)
             self._part(number).rename(self._folder / file)
             weight_map.update(dict.fromkeys(names, file))
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(self._folder / INDEX_FILE, index)
+        write_index(self._folder, weight_map, self._total_bytes)
 
     def _flush(self) -> None:
         save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
@@ -150,7 +148,26 @@ class _ShardWriter:
         return self._folder / f"part-{number}"
 
 
-def _with_dtype(config: dict[str, object], dtypes: dict[torch.dtype, int]) -> dict[str, object]:
+def shard_name(number: int, count: int) -> str:
+    """Of file `number`, from 0, of `count`."""
+    return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], num_bytes: int) -> None:
+    """Which file has which tensor, and the bytes of all."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(folder / INDEX_FILE, index)
+
+
+def copy_settings(source: Path, folder: Path, dtypes: Mapping[torch.dtype, int]) -> None:
+    """Configuration, with the type that most elements of `dtypes` have, tokenizer and what belongs to it."""
+    _write_json(folder / "config.json", _with_dtype(read_config(source), dtypes))
+    for file in COPIED_FILES:
+        if (source / file).is_file():
+            shutil.copyfile(source / file, folder / file)
+
+
+def _with_dtype(config: dict[str, object], dtypes: Mapping[torch.dtype, int]) -> dict[str, object]:
     """The configuration with the dtype that most elements have, under the spelling the source uses."""
     name = str(max(dtypes, key=lambda dtype: dtypes[dtype])).removeprefix("torch.")
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
@@ -167,7 +184,7 @@ def _sync_files(folder: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _put_in_place(building: Path, out: Path) -> None:
+def put_in_place(building: Path, out: Path) -> None:
     """Rename to `out`; an older folder cannot be replaced in one step, so it is set aside, and put back on failure."""
     aside = out.with_name(f".{out.name}.old-{os.getpid()}")
     if out.exists():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moerl.errors import CheckpointError, DataError
 from moerl.models.family import FusedSlice, HFConfig, ModelFamily
-from moerl.models.rules import Rule, Shape, shorten
+from moerl.models.rules import Rule, Shape, check_shape, shorten
 from moerl.tensor_file import TensorFile
 
 SINGLE_FILE = "model.safetensors"
@@ -258,10 +258,13 @@ def checked_source(
     `allowed`: regular expressions of names that may be left out, beside those that the family ignores.
 
     Raises:
-        CheckpointError: as `Unfused` and `check_names`.
+        CheckpointError: as `Unfused` and `check_names`, or a tensor of another shape than config.json implies.
     """
-    unfused = Unfused(source, family.fused_slices(hf))
-    check_names(unfused, family.weight_rules(hf), (*family.ignored_names(hf), *allowed))
+    unfused, rules = Unfused(source, family.fused_slices(hf)), family.weight_rules(hf)
+    check_names(unfused, rules, (*family.ignored_names(hf), *allowed))
+    for rule in rules:
+        for name, shape in zip(rule.hf_names, rule.hf_shapes, strict=True):
+            check_shape(name, unfused.shape(name), shape)
     return unfused
 
 

@@ -65,7 +65,7 @@ class Rule(ABC):
         for name, shape in zip(self.hf_names, self.hf_shapes, strict=True):
             if name not in tensors:
                 raise CheckpointError(f"tensor {name!r} is missing; parameter {self.megatron_name!r} cannot be filled")
-            check_shape(name, tensors[name], shape)
+            check_shape(name, tensors[name].shape, shape)
         return self.join([tensors[name] for name in self.hf_names])
 
     def to_hf(self, whole: Tensor) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ class Rule(ABC):
         Raises:
             CheckpointError: the parameter has the wrong shape.
         """
-        check_shape(self.megatron_name, whole, self.megatron_shape())
+        check_shape(self.megatron_name, whole.shape, self.megatron_shape())
         return dict(zip(self.hf_names, self.split(whole), strict=True))
 
     def megatron_shape(self) -> Shape:
@@ -224,15 +224,15 @@ def padded_vocab_size(vocab_size: int, multiple: int, size: int) -> int:
     return -(-vocab_size // step) * step
 
 
-def check_shape(name: str, tensor: Tensor, expected: Shape) -> None:
-    """Compare a shape.
+def check_shape(name: str, shape: Sequence[int], expected: Shape) -> None:
+    """Compare the `shape` of the tensor `name`.
 
     Raises:
         CheckpointError: names the tensor, its shape and the expected one.
     """
-    if tuple(tensor.shape) != expected:
+    if tuple(shape) != expected:
         raise CheckpointError(
-            f"tensor {name!r} has shape {list(tensor.shape)} where config.json implies {list(expected)}; "
+            f"tensor {name!r} has shape {list(shape)} where config.json implies {list(expected)}; "
             "the weights belong to another configuration"
         )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import moerl.commands
-from moerl.__main__ import COMMANDS, _run, main
+from moerl.__main__ import COMMANDS, _run, main, parse
 from moerl.commands.train import _going_on
 from moerl.configure import load
 from moerl.errors import CheckpointError, ConfigError, DataError, Interrupted, NumericsError
@@ -108,7 +108,7 @@ def test_the_help_of_a_command_says_what_it_does_how_and_with_what(name, capsys)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_examples_of_the_help_are_understood(name):
     for arguments in examples_of(name):
-        args = parser_of(name).parse_intermixed_args(arguments)
+        args = parse(parser_of(name), arguments)
         configuration = getattr(args, "config", None) or getattr(args, "target", "")
         if configuration.endswith(".yaml"):
             load(configuration, args.overrides)

@@ -1,0 +1,291 @@
+"""A folder that is built file by file: by threads and processes, resumed where a kill left it, and there all at once.
+
+`OUT` grows as `.OUT.converting/folder`; a file that is whole has a note beside it with its size and checksum. Processes
+share nothing but this folder: file i is made by process i modulo their number, and the first one finishes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moerl.errors import CheckpointError, ConfigError
+from moerl.manifest import sync
+from moerl.models.hf_export import put_in_place
+from moerl.tensor_file import Described, TensorFileWriter
+from moerl.world import World
+
+logger = logging.getLogger(__name__)
+
+PLAN = "plan.json"
+SPARE_BYTES = 64 * 2**20
+"""Left free on the disk beyond what is written."""
+PATIENCE_SECONDS = 1800.0
+"""How long the first process waits without any file of another one becoming whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One file of the folder, before it is there."""
+
+    name: str
+    tensors: tuple[Described, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its values."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def planned_files(
+    tensors: Sequence[Described], max_bytes: int, name: Callable[[int], str]
+) -> tuple[list[PlannedFile], list[range]]:
+    """Cut `tensors` into files of at most `max_bytes` (a larger tensor has one of its own); and which went where."""
+    starts, held = [0], 0
+    for i, tensor in enumerate(tensors):
+        if held and held + tensor.num_bytes > max_bytes:
+            starts.append(i)
+            held = 0
+        held += tensor.num_bytes
+    spans = [range(a, b) for a, b in zip(starts, [*starts[1:], len(tensors)], strict=True)]
+    return [PlannedFile(name(i), tuple(tensors[j] for j in span)) for i, span in enumerate(spans)], spans
+
+
+class Show(Protocol):
+    """Where progress goes."""
+
+    def begin(self, total: int, done: int) -> None:
+        """`total` bytes, of which `done` are there already."""
+        ...
+
+    def advance(self, count: int) -> None:
+        """`count` more bytes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Built:
+    """What came of it."""
+
+    sums: Mapping[str, Mapping[str, Any]]
+    """File -> size and SHA-256."""
+    not_finite: Mapping[str, int]
+    """Tensor -> values that are infinite or not a number."""
+    num_bytes: int
+    num_resumed: int
+    """Files that an earlier start had made."""
+    seconds: float
+
+
+class Building:
+    """One target folder under construction."""
+
+    def __init__(
+        self,
+        out: Path,
+        files: Sequence[PlannedFile],
+        identity: Mapping[str, Any],
+        *,
+        world: World = World(),  # noqa: B008  frozen
+        overwrite: bool = False,
+    ) -> None:
+        """`identity` (JSON) says what is built from what; another one does not go on from what lies there."""
+        self.out = Path(os.path.normpath(out.absolute()))
+        self._files = list(files)
+        layout = [[file.name, file.num_bytes, len(file.tensors)] for file in files]
+        self._plan = json.dumps({**identity, "plan": layout}, sort_keys=True)
+        self._world = world
+        self._overwrite = overwrite
+        self._root = self.out.with_name(f".{self.out.name}.converting")
+        self._folder = self._root / "folder"
+        self._is_stopped = threading.Event()
+
+    def build(
+        self,
+        make: Callable[[int], Iterator[Tensor]],
+        finish: Callable[[Path, Built], None],
+        *,
+        threads: int = 1,
+        show: Show | None = None,
+    ) -> Built | None:
+        """Make every file that is not there yet, then `finish` the folder and put it in place.
+
+        Args:
+            make: the tensors of file i, in order.
+            finish: writes what else belongs into the folder; called in the first process, once all files are whole.
+            threads: files that are made at a time.
+            show: the first process's progress.
+
+        Returns:
+            What was built; None in other processes than the first.
+
+        Raises:
+            ConfigError: the target exists, or another conversion is at work on it.
+            CheckpointError: the disk is full or refuses.
+        """
+        started = time.monotonic()
+        try:
+            with self._claim():
+                self._prepare()
+                resumed = sum(self._note(i) is not None for i in range(len(self._files)))
+                self._make_own(make, threads, show)
+                if self._world.rank:
+                    return None
+                built = self._gathered(resumed, started)
+                finish(self._folder, built)
+                for path in self._folder.iterdir():
+                    sync(path)
+                sync(self._folder)
+                put_in_place(self._folder, self.out)
+                shutil.rmtree(self._root, ignore_errors=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {self.out} ({error.strerror or error}); {self.out} is as it was. Free space or choose "
+                "another folder; the same command then goes on with the files that are whole"
+            ) from error
+        return built
+
+    @contextmanager
+    def _claim(self) -> Iterator[None]:
+        """Only one conversion at a time into one target; of several processes the first one holds the claim."""
+        if self._world.rank:
+            yield
+            return
+        if self.out.exists() and not self._overwrite:
+            raise ConfigError(f"{self.out} exists and is left as it is; choose another target, or give --overwrite")
+        self._root.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self._root / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            raise ConfigError(
+                f"another process is converting into {self.out}; wait for it or choose another target"
+            ) from error
+        try:
+            yield
+        finally:
+            if not any((self._root / "notes").glob("*.json")):  # nothing that a later start could use
+                shutil.rmtree(self._root, ignore_errors=True)
+            os.close(handle)
+
+    def _prepare(self) -> None:
+        path = self._root / PLAN
+        if self._world.rank:
+            _wait_for(
+                lambda: path.is_file() and path.read_text() == self._plan, f"the first process to plan {self.out}"
+            )
+            return
+        if not path.is_file() or path.read_text() != self._plan:
+            path.unlink(missing_ok=True)
+            for folder in (self._folder, self._root / "notes"):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            self._refuse_small_disk()
+            fresh = path.with_suffix(".new")
+            fresh.write_text(self._plan)
+            fresh.rename(path)
+        else:
+            self._refuse_small_disk()
+
+    def _refuse_small_disk(self) -> None:
+        needed = sum(file.num_bytes for i, file in enumerate(self._files) if self._note(i) is None) + SPARE_BYTES
+        free = shutil.disk_usage(self._root).free
+        if needed > free:
+            raise CheckpointError(
+                f"{self.out} needs {needed / 1e9:.2f} GB more, and its disk has {free / 1e9:.2f} GB free; free some, "
+                "choose another disk or a smaller --dtype"
+            )
+
+    def _make_own(self, make: Callable[[int], Iterator[Tensor]], threads: int, show: Show | None) -> None:
+        world = self._world
+        mine = [i for i in range(len(self._files)) if i % world.size == world.rank and self._note(i) is None]
+        if show is not None:
+            total = sum(file.num_bytes for file in self._files)
+            show.begin(total, total - sum(f.num_bytes for i, f in enumerate(self._files) if self._note(i) is None))
+        with ThreadPoolExecutor(max_workers=threads) as pool:
+            futures = [pool.submit(self._make, i, make, show) for i in mine]
+            try:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+            finally:  # of a failure or Ctrl-C; otherwise there is nothing to stop
+                self._is_stopped.set()
+                pool.shutdown(cancel_futures=True)
+
+    def _make(self, number: int, make: Callable[[int], Iterator[Tensor]], show: Show | None) -> None:
+        file, not_finite = self._files[number], {}
+        writer = TensorFileWriter(self._folder / file.name, file.tensors)
+        with writer:
+            for described, tensor in zip(file.tensors, make(number), strict=True):
+                if self._is_stopped.is_set():
+                    raise CheckpointError(f"{self.out}: stopped, since another file could not be made")
+                bad = num_not_finite(tensor)
+                if bad:
+                    not_finite[described.name] = bad
+                writer.add(tensor)
+                if show is not None:
+                    show.advance(described.num_bytes)
+        note = self._root / "notes" / f"{number}.json"
+        fresh = note.with_suffix(".new")
+        fresh.write_text(json.dumps({**writer.sum(), "not_finite": not_finite}))
+        fresh.rename(note)
+
+    def _note(self, number: int) -> dict[str, Any] | None:
+        """What is known of a file that is whole; None where it is not."""
+        try:
+            note = json.loads((self._root / "notes" / f"{number}.json").read_text())
+            is_whole = (self._folder / self._files[number].name).stat().st_size == note["bytes"]
+        except (OSError, ValueError, KeyError):
+            return None
+        return note if is_whole else None
+
+    def _gathered(self, resumed: int, started: float) -> Built:
+        """Wait for the other processes' files."""
+        notes: dict[int, dict[str, Any]] = {}
+
+        def missing() -> int:
+            for i in set(range(len(self._files))) - notes.keys():
+                note = self._note(i)
+                if note is not None:
+                    notes[i] = note
+            return len(self._files) - len(notes)
+
+        while left := missing():
+            _wait_for(lambda before=left: missing() < before, f"other processes to write files of {self.out}")
+        sums = {self._files[i].name: {key: notes[i][key] for key in ("bytes", "sha256")} for i in sorted(notes)}
+        broken = {name: count for i in sorted(notes) for name, count in notes[i]["not_finite"].items()}
+        total = sum(file.num_bytes for file in self._files)
+        return Built(sums, broken, total, resumed, time.monotonic() - started)
+
+
+def _wait_for(is_true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not is_true():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"waited {PATIENCE_SECONDS:.0f} s for {what}; see what the others say, and start again"
+            )
+        time.sleep(0.02)
+
+
+def num_not_finite(tensor: Tensor) -> int:
+    """Values that are infinite or not a number; a sum, which never hides one, is all that a good tensor costs."""
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or not tensor.numel():
+        return 0
+    return 0 if math.isfinite(float(tensor.sum())) else int((~torch.isfinite(tensor)).sum())

@@ -1,0 +1,63 @@
+"""Sharded checkpoint, checkpoint of a run, or any other form -> Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from moerl.convert.building import Building, Built, Show, planned_files
+from moerl.convert.imports import Options, elements_by_dtype, left_out, manifest_of, refuse_same_folder
+from moerl.convert.places import HF_MANIFEST, Place
+from moerl.convert.precision import cast, written_dtype
+from moerl.manifest import write_manifest
+from moerl.models.hf_export import copy_settings, shard_name, write_index
+from moerl.tensor_file import Described
+from moerl.world import World
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Of one file, as on the hub."""
+
+
+def export_checkpoint(
+    place: Place,
+    out: Path,
+    options: Options,
+    *,
+    world: World = World(),  # noqa: B008  frozen
+    show: Show | None = None,
+) -> Built | None:
+    """Write the model of `place` as a Hugging Face folder that transformers and SGLang load.
+
+    Returns:
+        What was written; None in other processes than the first.
+
+    Raises:
+        ConfigError: an existing target.
+        CheckpointError: what `Place.open` refuses, values that do not fit the type, or a disk that does.
+    """
+    refuse_same_folder(place, out)
+    source = place.open(options.allowed)
+    tensors = [
+        Described(name, written_dtype(rule, source.dtype(name), options.dtype), shape)
+        for rule in place.family.weight_rules(place.hf)
+        for name, shape in zip(rule.hf_names, rule.hf_shapes, strict=True)
+    ]
+    count = len(planned_files(tensors, options.max_file_bytes, str)[1])
+    files, _ = planned_files(tensors, options.max_file_bytes, lambda i: shard_name(i, count))
+
+    def make(number: int) -> Iterator[Tensor]:
+        for described in files[number].tensors:
+            yield cast(described.name, source.get(described.name), described.dtype)
+
+    def finish(folder: Path, built: Built) -> None:
+        if count > 1:
+            write_index(folder, {tensor.name: file.name for file in files for tensor in file.tensors}, built.num_bytes)
+        copy_settings(place.settings, folder, elements_by_dtype(files))
+        content = manifest_of(place, folder, built, options, left_out(place, source))
+        write_manifest(folder, content, name=HF_MANIFEST)
+
+    identity = {"from": place.identity(), "to": "huggingface", "dtype": str(options.dtype)}
+    building = Building(out, files, identity, world=world, overwrite=options.overwrite)
+    return building.build(make, finish, threads=options.threads, show=show)

@@ -1,0 +1,174 @@
+"""Hugging Face folder (or any other form) -> sharded checkpoint, from which any layout starts."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moerl.convert.building import Building, Built, PlannedFile, Show, planned_files
+from moerl.convert.layouts import Layout, pieces_by_rank
+from moerl.convert.places import Place
+from moerl.convert.precision import cast, check_stacked, dtype_of
+from moerl.errors import ConfigError
+from moerl.manifest import sums_of, write_manifest
+from moerl.models.hf_export import copy_settings
+from moerl.models.hf_folder import WeightSource
+from moerl.models.rules import GateUp, Rule
+from moerl.models.sharded import Piece
+from moerl.shards import FORMAT, files_of
+from moerl.tensor_file import Described
+from moerl.world import World
+
+MAX_FILE_BYTES = 2_000_000_000
+"""Of one file: what a kill may cost a thread."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert."""
+
+    dtype: torch.dtype | None = None
+    """None keeps every type. Routers and their biases keep theirs either way."""
+    allowed: tuple[str, ...] = ()
+    """Regular expressions of tensors that may be left out."""
+    max_file_bytes: int = MAX_FILE_BYTES
+    threads: int = 1
+    overwrite: bool = False
+
+
+def import_checkpoint(
+    place: Place,
+    out: Path,
+    layout: Layout,
+    options: Options,
+    *,
+    world: World = World(),  # noqa: B008  frozen
+    show: Show | None = None,
+) -> Built | None:
+    """Write the model of `place` as a sharded checkpoint with configuration and tokenizer.
+
+    Returns:
+        What was written; None in other processes than the first.
+
+    Raises:
+        ConfigError: sizes that do not divide the model, tensors of several types in one parameter, an existing target.
+        CheckpointError: what `Place.open` refuses, values that do not fit the type, or a disk that does.
+    """
+    refuse_same_folder(place, out)
+    source = place.open(options.allowed)
+    rules = place.family.weight_rules(place.hf)
+    ranks = list(pieces_by_rank(rules, layout))
+    dtypes = {rule.megatron_name: dtype_of(rule, source, options.dtype) for rule in rules}
+    check_stacked((piece.key, piece.rule, dtypes[piece.rule.megatron_name]) for held in ranks for piece in held)
+    files: list[PlannedFile] = []
+    contents: list[Sequence[Piece]] = []
+    for held in ranks:
+        described = [Described(piece.name, dtypes[piece.rule.megatron_name], piece.extent) for piece in held]
+        start = len(files)
+        made, spans = planned_files(described, options.max_file_bytes, lambda i, s=start: _file_name(s + i))
+        files += [file for file in made if file.tensors]
+        contents += [[held[i] for i in span] for span in spans if span]
+    parts = _Parts(source)
+
+    def make(number: int) -> Iterator[Tensor]:
+        for piece in contents[number]:
+            yield cast(piece.name, parts.read(piece), dtypes[piece.rule.megatron_name])
+
+    def finish(folder: Path, built: Built) -> None:
+        _describe(folder, contents, dtypes, layout)
+        copy_settings(place.settings, folder, elements_by_dtype(files))
+        write_manifest(folder, manifest_of(place, folder, built, options, left_out(place, source)))
+
+    identity = {"from": place.identity(), "to": "megatron", "dtype": str(options.dtype)}
+    building = Building(out, files, identity, world=world, overwrite=options.overwrite)
+    return building.build(make, finish, threads=options.threads, show=show)
+
+
+class _Parts:
+    """Reads boxes of parameters; threads may share one."""
+
+    def __init__(self, source: WeightSource) -> None:
+        """`source` under on-disk names."""
+        self._source = source
+        self._last = threading.local()
+
+    def read(self, piece: Piece) -> Tensor:
+        """The box, with as many axes as the tensor in the files; of gate and up only the one it is of is read."""
+        rule = piece.rule
+        if not isinstance(rule, GateUp):
+            return piece.cut(self._whole(rule))
+        rows = rule.megatron_shape()[0] // rule.num_blocks
+        block, first = divmod(piece.start[0], rows)
+        part = self._source.get(rule.hf_names[block])[first : first + piece.size[0]]
+        return part if rule.expert is None else part[None]
+
+    def _whole(self, rule: Rule) -> Tensor:
+        last = vars(self._last).get("found")
+        if last is None or last[0] != rule.megatron_name:
+            whole = rule.to_megatron({name: self._source.get(name) for name in rule.hf_names})
+            last = (rule.megatron_name, whole)
+            self._last.found = last
+        return last[1]
+
+
+def refuse_same_folder(place: Place, out: Path) -> None:
+    """Raises ConfigError where the target is, or lies around or inside, what is read."""
+    target = out.absolute()
+    for folder in {place.weights.absolute(), place.settings.absolute(), place.path.absolute()}:
+        if target == folder or target in folder.parents or folder in target.parents:
+            raise ConfigError(f"{out} and {folder} lie inside one another; choose a target outside of what is read")
+
+
+def left_out(place: Place, source: WeightSource) -> list[str]:
+    """Names in `source` that no rule reads."""
+    used = {name for rule in place.family.weight_rules(place.hf) for name in rule.hf_names}
+    return sorted(source.names() - used)
+
+
+def elements_by_dtype(files: Sequence[PlannedFile]) -> dict[torch.dtype, int]:
+    """Elements in each floating type."""
+    found: dict[torch.dtype, int] = {}
+    for tensor in (tensor for file in files for tensor in file.tensors):
+        if tensor.dtype.is_floating_point:
+            found[tensor.dtype] = found.get(tensor.dtype, 0) + math.prod(tensor.shape)
+    return found
+
+
+def _file_name(number: int) -> str:
+    return files_of(Path(), number)[0].name
+
+
+def _describe(
+    folder: Path, contents: Sequence[Sequence[Piece]], dtypes: Mapping[str, torch.dtype], layout: Layout
+) -> None:
+    """The description beside each file, as `moerl.shards` reads it."""
+    state = {"world_size": len(contents), "layout": layout.described(), "counters": {}, "optimizer_updates": 0}
+    for number, pieces in enumerate(contents):
+        tensors: dict[str, Any] = {}
+        for piece in pieces:
+            dtype = str(dtypes[piece.rule.megatron_name]).removeprefix("torch.")
+            entry = tensors.setdefault(piece.key, {"shape": list(piece.shape), "dtype": dtype, "parts": []})
+            entry["parts"].append([list(piece.offset), list(piece.extent)])
+        path = files_of(folder, number)[1]
+        path.write_text(json.dumps({"format": FORMAT, **state, "tensors": tensors}))
+
+
+def manifest_of(place: Place, folder: Path, built: Built, options: Options, spare: Sequence[str]) -> dict[str, Any]:
+    """What the manifest of a converted folder says."""
+    others = [path for path in folder.iterdir() if path.name not in built.sums]
+    return {
+        "step": 0,
+        "files": {**built.sums, **sums_of(folder, others)},
+        "converted_from": str(place.path),
+        "allow_unmapped": list(options.allowed),
+        "unmapped": list(spare),
+        "not_finite": dict(built.not_finite),
+    }

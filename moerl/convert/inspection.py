@@ -1,0 +1,102 @@
+"""What a model on disk is, without loading it: parameters by kind, types, layout, checksums."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moerl.convert.imports import left_out
+from moerl.convert.places import STEP_NAME, Place
+from moerl.errors import CheckpointError
+from moerl.manifest import check_file, read_manifest
+from moerl.shards import ShardReader
+
+KINDS = {
+    "norm": r"norm",
+    "embedding": r"^embedding\.",
+    "output": r"^output_layer\.",
+    "router": r"\.router\.",
+    "shared experts": r"\.shared_experts\.",
+    "experts": r"\.experts\.",
+    "attention": r"\.self_attention\.",
+    "dense MLP": r"\.mlp\.",
+    "value head": r"^value_head\.",
+}
+"""Kind -> pattern of its megatron names; the first that fits."""
+
+
+def kind_of(megatron_name: str) -> str:
+    """What a weight belongs to, by its name."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, megatron_name)), "other")
+
+
+def inspect_model(place: Place, *, verify: bool = True, allowed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Everything that is known of a model, as plain JSON; damage under `damage`.
+
+    Raises:
+        CheckpointError: its files cannot be read, or are not what config.json implies.
+    """
+    damage = list(damaged_files(place)) if verify else []
+    source = place.open(allowed)
+    rules = place.family.weight_rules(place.hf)
+    settings = place.family.transformer_kwargs(place.hf)
+    kinds, dtypes, tensors, active = Counter(), Counter(), {}, 0.0
+    used = settings.get("moe_router_topk", 0) / max(1, settings.get("num_moe_experts") or 1)
+    for rule in rules:
+        for name, shape in zip(rule.hf_names, rule.hf_shapes, strict=True):
+            count, dtype = math.prod(shape), str(source.dtype(name)).removeprefix("torch.")
+            tensors[name] = {"shape": list(shape), "dtype": dtype}
+            kinds[kind_of(rule.megatron_name)] += count
+            dtypes[dtype] += count
+            active += count * (used if rule.is_expert else 1)
+    checked = "none recorded" if place.manifest is None else "verified" if verify else "skipped"
+    found: dict[str, Any] = {
+        "path": str(place.path),
+        "form": place.form,
+        "architecture": (place.hf.get("architectures") or ["unknown"])[0],
+        "family": type(place.family).__name__,
+        "parameters": sum(kinds.values()),
+        "active_parameters": round(active),
+        "parameters_by_kind": dict(kinds.most_common()),
+        "parameters_by_dtype": dict(dtypes.most_common()),
+        "files": {path.name: path.stat().st_size for path in place.files()},
+        "checksums": checked,
+        "damage": damage,
+        "left_out": left_out(place, source),
+        "tensors": tensors,
+    }
+    if place.form != "huggingface":
+        with ShardReader(place.weights) as reader:
+            found["layout"] = reader.ranks[0]["layout"]
+    return found
+
+
+def damaged_files(place: Place) -> Iterator[str]:
+    """What is wrong with the files that the manifest lists, one sentence each; nothing where there is no manifest."""
+    path = place.manifest
+    if path is None:
+        return
+    step = STEP_NAME.fullmatch(path.parent.name)
+    try:
+        manifest = read_manifest(path, int(step[1]) if step and place.form == "run" else 0)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    files: Mapping[str, Mapping[str, Any]] = manifest["files"]
+    inside = f"{place.weights.name}/" if place.form == "run" else ""
+    for name, entry in files.items():
+        if name.startswith(inside):
+            try:
+                check_file(path.parent / name, entry)
+            except CheckpointError as error:
+                yield str(error)
+
+
+def refuse_damage(place: Place) -> None:
+    """Raises CheckpointError where a file is not what its manifest says."""
+    damage = list(damaged_files(place))
+    if damage:
+        raise CheckpointError(f"{damage[0]}; use another copy, or --skip-checksums to read it all the same")

@@ -1,0 +1,140 @@
+"""What a path holds: a Hugging Face folder, a sharded checkpoint, or a checkpoint of a run."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from moerl.analysis.run_folder import CONFIG_FILE
+from moerl.config.load import read_values
+from moerl.errors import CheckpointError, ConfigError
+from moerl.manifest import MANIFEST
+from moerl.models.family import HFConfig, ModelFamily, family_of
+from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, WeightSource, checked_source, read_config
+from moerl.models.sharded import open_weights
+from moerl.shards import has_shards
+
+STEP_NAME = re.compile(r"step_(\d{6,})")
+LEARNER = "learner"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A model on disk."""
+
+    path: Path
+    """As it was given."""
+    form: Literal["huggingface", "megatron", "run"]
+    weights: Path
+    """Folder with the weights' files."""
+    settings: Path
+    """Folder with config.json and the tokenizer."""
+    hf: HFConfig
+    family: ModelFamily
+
+    @property
+    def manifest(self) -> Path | None:
+        """The manifest that has the files' checksums, where there is one."""
+        folder = self.weights.parent if self.form == "run" else self.weights
+        path = folder / (MANIFEST if self.form != "huggingface" else HF_MANIFEST)
+        return path if path.is_file() else None
+
+    def open(self, allowed: Iterable[str] = ()) -> WeightSource:
+        """Its weights, once it is sure that the family reads all of them and lacks none.
+
+        `allowed`: regular expressions of names that may be left out.
+
+        Raises:
+            CheckpointError: a missing or damaged file, an unfilled parameter, an unmapped tensor.
+        """
+        weights = open_weights(self.settings, self.family, self.hf, shards=self.weights)
+        return checked_source(weights, self.family, self.hf, allowed)
+
+    def files(self) -> list[Path]:
+        """The files that hold weights."""
+        if self.form == "huggingface":
+            single = self.weights / SINGLE_FILE
+            indexed = (self.weights / INDEX_FILE).is_file() or not single.is_file()
+            return sorted(self.weights.glob("*.safetensors")) if indexed else [single]
+        return sorted(self.weights.glob("rank_*"))
+
+    def identity(self) -> dict[str, object]:
+        """What tells this content from another, as far as names, sizes and times do."""
+        stats = [(path.name, path.stat()) for path in self.files()]
+        files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        return {"path": str(self.weights.absolute()), "files": files}
+
+
+HF_MANIFEST = "moerl_manifest.json"
+"""In a Hugging Face folder, where `manifest.json` may mean something else."""
+
+
+def find(path: str | Path, *, settings: str | Path | None = None, family: str = "auto") -> Place:
+    """What `path` holds; `settings`: config.json and tokenizer for a checkpoint whose run lost its own.
+
+    Raises:
+        CheckpointError: nothing that is known, or a run without checkpoints.
+        ConfigError: `settings` beside a Hugging Face folder.
+        DataError: config.json is missing or not JSON.
+    """
+    path = Path(path)
+    try:
+        path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened ({error.strerror}); give a folder that exists") from error
+    step = _step_folder(path)
+    if step is not None:
+        folder = Path(settings) if settings is not None else _settings_of(step)
+        hf = read_config(folder)
+        return Place(path, "run", step / LEARNER, folder, hf, family_of(hf, family))
+    if not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} is no model: it has neither config.json (a Hugging Face folder, or a converted checkpoint) nor "
+            "checkpoints/step_000010 (a run) nor learner/ (a checkpoint of one)"
+        )
+    if settings is not None:
+        raise ConfigError(f"--settings is for checkpoints of runs; {path} has its own config.json, leave it out")
+    hf = read_config(path)
+    form = "megatron" if has_shards(path) else "huggingface"
+    return Place(path, form, path, path, hf, family_of(hf, family))
+
+
+def newest_step(path: Path) -> Path | None:
+    """The newest checkpoint inside a run or its `checkpoints`; `path` itself where it is one; None where none is."""
+    path = Path(os.path.realpath(path))  # `Path.resolve` raises another class of error on a circle of links
+    if STEP_NAME.fullmatch(path.name):
+        return path
+    folders = [folder for folder in (path, path / "checkpoints") if folder.is_dir()]
+    inside = [entry for folder in folders for entry in folder.iterdir()]
+    steps = {int(name[1]): entry for entry in inside if (name := STEP_NAME.fullmatch(entry.name))}
+    return steps[max(steps)] if steps else None
+
+
+def _step_folder(path: Path) -> Path | None:
+    if has_shards(path / LEARNER):
+        return Path(os.path.realpath(path))
+    step = newest_step(path)
+    if step is None and (path / CONFIG_FILE).is_file() and not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} is a run without a complete checkpoint; train it, or give another path")
+    return step
+
+
+def _settings_of(step: Path) -> Path:
+    """The model folder that the run started from."""
+    config = Path(os.path.realpath(step)).parents[1] / CONFIG_FILE
+    if not config.is_file():
+        raise CheckpointError(
+            f"{config} does not exist, so nothing says which model {step} is a checkpoint of; name the Hugging Face "
+            "folder that the run started from with --settings"
+        )
+    folder = Path(str(read_values(config).get("model", {}).get("path")))
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{config}: model.path is {folder}, which has no config.json (a relative path starts at the current "
+            "folder); name the Hugging Face folder that the run started from with --settings"
+        )
+    return folder

@@ -1,0 +1,82 @@
+"""In which type a tensor is written: as asked, but for what decides over experts, which keeps its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from moerl.convert.building import num_not_finite
+from moerl.errors import CheckpointError, ConfigError
+from moerl.models.hf_folder import WeightSource
+from moerl.models.rules import Rule
+
+WORDS = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What `--dtype` may be."""
+_CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
+def keeps_dtype(rule: Rule) -> bool:
+    """Routers and their correction biases: rounding them changes which experts a token goes to."""
+    return rule.is_buffer or ".router." in rule.megatron_name
+
+
+def written_dtype(rule: Rule, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """Of a tensor of `rule`."""
+    if asked is None or keeps_dtype(rule) or stored not in _CASTABLE:
+        return stored
+    return asked
+
+
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` in `dtype`.
+
+    Raises:
+        CheckpointError: finite values are not finite in it.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    made = tensor.to(dtype)
+    lost = num_not_finite(made) - num_not_finite(tensor)
+    if lost:
+        word = str(dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{name}: {lost} of {tensor.numel()} values do not fit into {word} (largest {_largest(tensor):g}); choose "
+            "a wider --dtype"
+        )
+    return made
+
+
+def dtype_of(rule: Rule, source: WeightSource, asked: torch.dtype | None) -> torch.dtype:
+    """The one type of all that makes up the parameter of `rule`.
+
+    Raises:
+        ConfigError: its tensors have several types, which one parameter cannot have.
+    """
+    found = {name: written_dtype(rule, source.dtype(name), asked) for name in rule.hf_names}
+    if len(set(found.values())) > 1:
+        _refuse_mixed(rule.megatron_name, found)
+    return next(iter(found.values()))
+
+
+def check_stacked(dtypes: Iterable[tuple[str, Rule, torch.dtype]]) -> None:
+    """`dtypes`: (name of the stacked tensor, rule, type) of every parameter; experts of a layer are one tensor.
+
+    Raises:
+        ConfigError: one stacked tensor would have several types.
+    """
+    seen: dict[str, tuple[Rule, torch.dtype]] = {}
+    for key, rule, dtype in dtypes:
+        first, expected = seen.setdefault(key, (rule, dtype))
+        if dtype != expected:
+            _refuse_mixed(key, {first.hf_names[0]: expected, rule.hf_names[0]: dtype})
+
+
+def _refuse_mixed(what: str, found: dict[str, torch.dtype]) -> None:
+    listed = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in found.items())
+    raise ConfigError(f"{what} would be made of several types ({listed}); say which it shall have with --dtype")
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().nan_to_num(0, 0, 0).max())

@@ -1,0 +1,148 @@
+"""Hugging Face -> shards -> Hugging Face is bitwise in every layout, and a layout's files hold each box once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import KINDS, save_model
+
+from moerl.convert.compare import compare_weights
+from moerl.convert.exports import export_checkpoint
+from moerl.convert.imports import Options, import_checkpoint
+from moerl.convert.inspection import inspect_model, kind_of
+from moerl.convert.layouts import Layout, pieces_by_rank
+from moerl.convert.places import find
+from moerl.errors import ConfigError
+from moerl.models.family import family_of
+from moerl.models.hf_folder import read_config
+
+SIZES = {"tensor": (1, 2), "pipeline": (1, 2), "virtual_pipeline": (1, 2), "expert": (1, 2), "expert_tensor": (1, 2)}
+LAYOUTS = [
+    Layout(**sizes)
+    for sizes in (dict(zip(SIZES, values, strict=True)) for values in itertools.product(*SIZES.values()))
+    if sizes["virtual_pipeline"] == 1 or sizes["pipeline"] == 2
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def rules_of(folder: Path):
+    hf = read_config(folder)
+    return family_of(hf).weight_rules(hf)
+
+
+def test_every_layout_comes_back_bit_for_bit(folder, tmp_path):
+    original = load_file(folder / "model.safetensors")
+    for number, layout in enumerate(LAYOUTS):
+        shards, back = tmp_path / f"shards{number}", tmp_path / f"back{number}"
+        built = import_checkpoint(find(folder), shards, layout, Options())
+        assert built is not None
+        assert not built.not_finite
+        assert len(built.sums) == layout.world_size
+        place = find(shards)
+        assert place.form == "megatron"
+        assert not compare_weights(find(folder), place).differences
+        export_checkpoint(place, back, Options())
+        returned = load_file(back / "model.safetensors")
+        assert returned.keys() == original.keys()
+        for name, tensor in original.items():
+            assert returned[name].dtype == tensor.dtype
+            assert torch.equal(returned[name], tensor), (layout, name)
+
+
+def test_every_box_of_the_model_is_held_once(folder):
+    rules = rules_of(folder)
+    for layout in LAYOUTS:
+        seen: dict[str, torch.Tensor] = {}
+        ranks = list(pieces_by_rank(rules, layout))
+        assert len(ranks) == layout.world_size
+        for piece in itertools.chain.from_iterable(ranks):
+            counts = seen.setdefault(piece.key, torch.zeros(piece.shape))
+            counts[tuple(slice(a, a + b) for a, b in zip(piece.offset, piece.extent, strict=True))] += 1
+        for key, counts in seen.items():
+            assert torch.equal(counts, torch.ones_like(counts)), (layout, key)
+
+
+def test_small_files_hold_the_same_and_an_index_says_where(folder, tmp_path):
+    original = load_file(folder / "model.safetensors")
+    import_checkpoint(find(folder), tmp_path / "shards", Layout(tensor=2), Options(max_file_bytes=20_000, threads=3))
+    assert len(list((tmp_path / "shards").glob("rank_*.safetensors"))) > 5
+    export_checkpoint(find(tmp_path / "shards"), tmp_path / "back", Options(max_file_bytes=30_000, threads=3))
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == original.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in original.values())
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert [file.name for file in files] == sorted(set(index["weight_map"].values()))
+    for file in files:
+        held = load_file(file)
+        assert sum(tensor.nbytes for tensor in held.values()) <= 30_000 or len(held) == 1
+        for name, tensor in held.items():
+            assert torch.equal(tensor, original[name])
+            assert index["weight_map"][name] == file.name
+
+
+def test_transformers_loads_what_comes_back(folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    import_checkpoint(find(folder), tmp_path / "shards", Layout(expert=2), Options())
+    export_checkpoint(find(tmp_path / "shards"), tmp_path / "back", Options())
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        first, second = (
+            AutoModelForCausalLM.from_pretrained(place)(tokens).logits for place in (folder, tmp_path / "back")
+        )
+    assert torch.equal(first, second)
+
+
+def test_inspection_counts_what_transformers_counts(folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = inspect_model(find(folder))
+    biases = sum(b.numel() for name, b in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    assert found["parameters"] == sum(p.numel() for p in model.parameters()) + biases
+    assert (
+        found["parameters"] == sum(found["parameters_by_kind"].values()) == sum(found["parameters_by_dtype"].values())
+    )
+    rules = rules_of(folder)
+    experts = sum(rule.megatron_shape()[0] * rule.megatron_shape()[1] for rule in rules if rule.is_expert)
+    assert found["parameters_by_kind"]["experts"] == experts
+    settings = find(folder).family.transformer_kwargs(read_config(folder))
+    idle = experts * (1 - settings["moe_router_topk"] / settings["num_moe_experts"])
+    assert found["active_parameters"] == round(found["parameters"] - idle)
+    assert {kind_of(rule.megatron_name) for rule in rules} == found["parameters_by_kind"].keys()
+    assert found["checksums"] == "none recorded"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"pipeline": 3}, "--pipeline x --virtual-pipeline = 3 x 1 = 3 must divide the model's 4 layers"),
+        ({"expert": 5}, "--expert is 5, but must divide the model's 8 experts"),
+        ({"tensor": 4}, "4 tensor-parallel ranks cannot share"),
+        ({"expert_tensor": 5}, "5 tensor-parallel ranks cannot share"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(tmp_path, sizes, told):
+    folder = save_model(tmp_path / "hf", "softmax")
+    with pytest.raises(ConfigError, match=told):
+        import_checkpoint(find(folder), tmp_path / "out", Layout(**sizes), Options())
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.converting").exists()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [({"tensor": 0}, "--tensor is 0"), ({"virtual_pipeline": 2}, "--virtual-pipeline cuts the stages of a pipeline")],
+)
+def test_sizes_that_mean_nothing_are_refused(sizes, told):
+    with pytest.raises(ConfigError, match=told):
+        Layout(**sizes)

@@ -1,0 +1,237 @@
+"""`verify` sees every bit and what the models say; `inspect` sees damage; the command says what to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import save_model
+
+from moerl.__main__ import main
+from moerl.checkpoint import CheckpointStore
+from moerl.commands.convert import add_arguments, num_bytes
+from moerl.convert.compare import compare_forwards, compare_weights
+from moerl.convert.exports import export_checkpoint
+from moerl.convert.imports import Options, import_checkpoint
+from moerl.convert.layouts import Layout
+from moerl.convert.places import find
+from moerl.errors import CheckpointError, ConfigError
+from moerl.models.family import UNSUPPORTED, families
+from moerl.shards import Shard, ShardReader, write_rank
+
+NAME = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return save_model(tmp_path / "hf", "softmax")
+
+
+@pytest.fixture
+def shards(folder, tmp_path) -> Path:
+    import_checkpoint(find(folder), tmp_path / "shards", Layout(expert=2), Options())
+    return tmp_path / "shards"
+
+
+def edit(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def found(first: Path, second: Path) -> list[tuple[str, str]]:
+    verdict = compare_weights(find(first), find(second))
+    return [(difference.name, difference.what) for difference in verdict.differences]
+
+
+def test_one_bit_is_seen(folder, shards):
+    assert found(folder, shards) == []
+    edit(folder, lambda t: t[NAME].view(torch.int32).view(-1).__getitem__(slice(5, 6)).bitwise_xor_(1))
+    ((name, what),) = found(folder, shards)
+    assert name == NAME
+    assert what.startswith("1 of 960 values differ, by up to ")
+
+
+def test_the_sign_of_zero_is_a_bit_and_a_nan_is_itself(folder, tmp_path):
+    edit(folder, lambda t: t[NAME].view(-1).__setitem__(slice(0, 2), torch.tensor([0.0, torch.nan])))
+    import_checkpoint(find(folder), tmp_path / "shards", Layout(), Options())
+    assert found(folder, tmp_path / "shards") == []
+    edit(folder, lambda t: t[NAME].view(-1).__setitem__(0, -0.0))
+    assert found(folder, tmp_path / "shards") == [(NAME, "equal values, other bits (zeros or NaNs)")]
+
+
+def test_another_type_says_whether_the_values_are_the_same(folder, tmp_path):
+    export_checkpoint(find(folder), tmp_path / "half", Options(dtype=torch.bfloat16))
+    export_checkpoint(find(tmp_path / "half"), tmp_path / "wide", Options(dtype=torch.float32))
+    differing = dict(found(folder, tmp_path / "half"))
+    assert differing[NAME].startswith("float32 and bfloat16: ")
+    assert "values differ" in differing[NAME]
+    assert dict(found(tmp_path / "half", tmp_path / "wide"))[NAME] == "bfloat16 and float32: equal values"
+
+
+def test_another_network_is_told_by_its_settings_and_tensors(folder, tmp_path):
+    other = save_model(tmp_path / "other", "dense_first")
+    names = [name for name, _ in found(folder, other)]
+    assert names[0] == "config.json: moe_layer_freq"
+    assert "model.layers.0.mlp.gate_proj.weight" in names
+    assert "model.layers.0.mlp.experts.7.up_proj.weight" in names
+
+
+def test_both_say_the_same_of_random_tokens(folder, shards):
+    forward = compare_forwards(find(folder), find(shards), num_tokens=40, seed=1)
+    assert forward.by == ("transformers", "megatron")
+    assert forward.logprob_gap <= 1e-5
+    assert (forward.routes_differing, forward.num_routes) == (0, 40 * 4 * 3)
+    assert forward.num_logprobs == 39 * 54
+    again = compare_forwards(find(folder), find(folder), num_tokens=40, seed=1)
+    assert again.by == ("transformers", "megatron")
+    assert again.logprob_gap == forward.logprob_gap
+
+
+def test_a_wrong_mapping_shows_in_the_forward(folder, tmp_path):
+    def swap(tensors):
+        gate, up = "model.layers.1.mlp.experts.2.gate_proj.weight", NAME
+        tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+    other = save_model(tmp_path / "other", "softmax")
+    edit(other, swap)
+    assert {name for name, _ in found(folder, other)} == {NAME, NAME.replace("up_proj", "gate_proj")}
+    assert compare_forwards(find(folder), find(other), num_tokens=64, seed=0).logprob_gap > 1e-4
+
+
+def test_the_command_exits_by_what_it_found(folder, shards, capsys):
+    assert main(["convert", "verify", str(folder), str(shards), "--tokens", "8"]) == 0
+    told = capsys.readouterr().out
+    assert "tensors, 0.001 GB: equal, bit for bit" in told
+    assert "0 of 96 routes differ" in told
+    edit(folder, lambda t: t[NAME].neg_())
+    assert main(["convert", "verify", str(folder), str(shards), "--no-forward"]) == 1
+    told = capsys.readouterr().out
+    assert NAME in told
+    assert "135 tensors, 0.001 GB: 1 differs" in told
+    assert main(["convert", "verify", str(folder), str(shards), "--no-forward", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["differences"][0]["name"] == NAME
+
+
+def test_damage_is_found_and_refused(shards, tmp_path, capsys):
+    path = shards / "rank_00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    assert main(["convert", "inspect", str(shards)]) == 1
+    assert "rank_00001.safetensors does not match its SHA-256" in capsys.readouterr().out.replace("\n", "")
+    assert main(["convert", "export", str(shards), str(tmp_path / "back")]) == 1
+    assert "use another copy, or --skip-checksums" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+    assert main(["convert", "export", str(shards), str(tmp_path / "back"), "--skip-checksums"]) == 0
+
+
+def test_inspection_as_json(shards, capsys):
+    assert main(["convert", "inspect", str(shards), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["form"], told["architecture"], told["checksums"]) == ("megatron", "Qwen3MoeForCausalLM", "verified")
+    assert told["layout"]["ep"] == 2
+    assert told["tensors"][NAME] == {"shape": [24, 40], "dtype": "float32"}
+
+
+class Learner:
+    """Saves what an import made, as a learner saves its weights."""
+
+    def __init__(self, shards: Path) -> None:
+        self.shards = shards
+
+    def save(self, folder: Path) -> None:
+        with ShardReader(self.shards) as reader:
+            boxes = []
+            for name, entry in reader.entries.items():
+                target = torch.empty(entry.shape, dtype=entry.dtype)
+                reader.fill(Shard(name, entry.shape, (0,) * len(entry.shape), target))
+                boxes.append(Shard(name, entry.shape, (0,) * len(entry.shape), target))
+        state = {"world_size": 1, "layout": Layout().described(), "counters": {}, "optimizer_updates": 0}
+        write_rank(folder, 0, boxes, state, {})
+
+
+def test_checkpoints_of_a_run_are_read_with_its_model(folder, shards, tmp_path, capsys):
+    run = tmp_path / "run"
+    store = CheckpointStore(run / "checkpoints", keep=3, model_id="m")
+    for step in (2, 4):
+        store.save(step, Learner(shards), {})  # pyright: ignore[reportArgumentType] it only saves
+    (run / "config.yaml").write_text(f"model:\n  path: {folder}\n")
+    for path in (run, run / "checkpoints", run / "checkpoints" / "step_000002"):
+        assert find(path).form == "run"
+        assert not compare_weights(find(folder), find(path)).differences
+    assert find(run).weights.parent.name == "step_000004"
+    (tmp_path / "latest").symlink_to(run / "checkpoints" / "step_000002")
+    assert find(tmp_path / "latest").weights.parent.name == "step_000002"
+    assert main(["convert", "inspect", str(run)]) == 0
+    assert "checksums: verified" in capsys.readouterr().out
+    (run / "config.yaml").unlink()
+    with pytest.raises(CheckpointError, match="--settings"):
+        find(run)
+    assert not compare_weights(find(folder), find(run, settings=folder)).differences
+
+
+def test_what_is_no_model_is_told(tmp_path, folder):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"is no model: it has neither config\.json"):
+        find(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        find(tmp_path / "nowhere")
+    (tmp_path / "empty" / "config.yaml").write_text("run: {}\n")
+    with pytest.raises(CheckpointError, match="is a run without a complete checkpoint"):
+        find(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="--settings is for checkpoints of runs"):
+        find(folder, settings=folder)
+
+
+def test_the_list_has_every_family_and_every_refusal(capsys):
+    assert main(["convert", "--list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["family"] for row in rows if row["family"]] == sorted(families.names())
+    assert {row["architectures"][0] for row in rows if not row["family"]} == set(UNSUPPORTED)
+    assert main(["convert", "--list"]) == 0
+    assert "Qwen3MoeForCausalLM" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "needs an action"),
+        (["import", "nowhere", "out"], "nowhere cannot be opened"),
+        (["inspect", "nowhere", "--threads", "0"], "--threads is 0"),
+    ],
+)
+def test_faults_of_the_command_line(arguments, told, capsys):
+    assert main(["convert", *arguments]) in (1, 2)
+    assert told in capsys.readouterr().err
+
+
+def test_sizes_are_read_with_their_units():
+    assert [num_bytes(text) for text in ("5GB", "1.5 KiB", "70")] == [5_000_000_000, 1536, 70]
+    for text in ("", "GB", "-1MB", "5 apples"):
+        with pytest.raises(Exception, match="is no size"):
+            num_bytes(text)
+
+
+def test_every_argument_of_an_action_is_explained():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    (actions,) = (action for action in parser._actions if isinstance(action.choices, dict))
+    assert isinstance(actions.choices, dict)
+    assert actions.choices.keys() == {"import", "export", "verify", "inspect"}
+    for name, action in actions.choices.items():
+        assert all(argument.help for argument in action._actions), name
+
+
+def test_the_tool_is_the_command(folder):
+    tool = Path(__file__).resolve().parents[3] / "tools" / "convert_checkpoint.py"
+    done = subprocess.run(
+        [sys.executable, str(tool), "inspect", str(folder)], capture_output=True, text=True, check=True
+    )
+    assert "Qwen3MoeForCausalLM, a Hugging Face folder" in done.stdout
