@@ -1,0 +1,236 @@
+"""Published models by their config.json: parameters as published, and every tensor that transformers would have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from moerl.models.family import family_of
+from moerl.models.hf_folder import InMemory, checked_source
+
+QWEN3 = dict(
+    architectures=["Qwen3MoeForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    decoder_sparse_step=1,
+    eos_token_id=151645,
+    head_dim=128,
+    hidden_act="silu",
+    initializer_range=0.02,
+    max_position_embeddings=40960,
+    mlp_only_layers=[],
+    model_type="qwen3_moe",
+    norm_topk_prob=True,
+    num_experts=128,
+    num_experts_per_tok=8,
+    num_key_value_heads=4,
+    output_router_logits=False,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    rope_theta=1e6,
+    router_aux_loss_coef=0.001,
+    sliding_window=None,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.51.0",
+    use_cache=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+QWEN2 = dict(
+    architectures=["Qwen2MoeForCausalLM"],
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    decoder_sparse_step=1,
+    eos_token_id=151643,
+    hidden_act="silu",
+    initializer_range=0.02,
+    model_type="qwen2_moe",
+    norm_topk_prob=False,
+    output_router_logits=False,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    router_aux_loss_coef=0.001,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    use_cache=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+GLM4 = dict(
+    architectures=["Glm4MoeForCausalLM"],
+    attention_bias=True,
+    attention_dropout=0.0,
+    eos_token_id=[151329, 151336, 151338],
+    head_dim=128,
+    hidden_act="silu",
+    initializer_range=0.02,
+    max_position_embeddings=131072,
+    model_type="glm4_moe",
+    n_group=1,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_attention_heads=96,
+    num_experts_per_tok=8,
+    num_key_value_heads=8,
+    num_nextn_predict_layers=1,
+    pad_token_id=151329,
+    partial_rotary_factor=0.5,
+    rms_norm_eps=1e-5,
+    rope_scaling=None,
+    rope_theta=1000000,
+    tie_word_embeddings=False,
+    topk_group=1,
+    torch_dtype="bfloat16",
+    use_cache=True,
+    vocab_size=151552,
+)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A config.json, and what its authors say of the model, in billions."""
+
+    config: dict[str, Any]
+    total: float
+    active: float
+    active_has_embeddings: bool = True
+
+
+MODELS = {
+    "Qwen3-30B-A3B": Published(
+        {
+            **QWEN3,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "max_window_layers": 48,
+            "moe_intermediate_size": 768,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 48,
+        },
+        30.53,
+        3.35,
+    ),
+    "Qwen3-235B-A22B": Published(
+        {
+            **QWEN3,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "max_window_layers": 94,
+            "moe_intermediate_size": 1536,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 94,
+        },
+        235.09,
+        22.2,
+    ),
+    "Qwen1.5-MoE-A2.7B": Published(
+        {
+            **QWEN2,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "max_position_embeddings": 8192,
+            "max_window_layers": 21,
+            "moe_intermediate_size": 1408,
+            "num_attention_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 16,
+            "shared_expert_intermediate_size": 5632,
+        },
+        14.32,
+        2.69,
+    ),
+    "Qwen2-57B-A14B": Published(
+        {
+            **QWEN2,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_position_embeddings": 131072,
+            "max_window_layers": 28,
+            "moe_intermediate_size": 2560,
+            "num_attention_heads": 28,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "shared_expert_intermediate_size": 20480,
+        },
+        57.41,
+        14.2,
+    ),
+    "GLM-4.5": Published(
+        {
+            **GLM4,
+            "first_k_dense_replace": 3,
+            "hidden_size": 5120,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 160,
+            "num_hidden_layers": 92,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+        },
+        355,
+        32,
+        active_has_embeddings=False,
+    ),
+    "GLM-4.5-Air": Published(
+        {
+            **GLM4,
+            "first_k_dense_replace": 1,
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 128,
+            "num_hidden_layers": 46,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": False,
+        },
+        106,
+        12,
+        active_has_embeddings=False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_as_published(name):
+    model = MODELS[name]
+    family = family_of(model.config)
+    settings = family.transformer_kwargs(model.config)
+    total = active = 0.0
+    for rule in family.weight_rules(model.config):
+        count = math.prod(rule.megatron_shape())
+        total += count
+        is_embedding = rule.layer is None and len(rule.megatron_shape()) == 2
+        if model.active_has_embeddings or not is_embedding:
+            active += count * (settings["moe_router_topk"] / settings["num_moe_experts"] if rule.is_expert else 1)
+    assert total / 1e9 == pytest.approx(model.total, rel=0.01)
+    assert active / 1e9 == pytest.approx(model.active, rel=0.03)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tensor_that_transformers_has_is_read_under_the_hub_s_names(name):
+    """The model without memory for its weights; the names are those of the hub's index, one tensor for each expert."""
+    import transformers
+
+    config = MODELS[name].config
+    model_class = getattr(transformers, config["architectures"][0])
+    with torch.device("meta"):
+        model = model_class(model_class.config_class.from_dict(config))
+    family = family_of(config)
+    state = {key: tensor for key, tensor in model.state_dict().items() if "inv_freq" not in key}
+    source = checked_source(InMemory(state), family, config)
+    named = {hf: shape for r in family.weight_rules(config) for hf, shape in zip(r.hf_names, r.hf_shapes, strict=True)}
+    assert source.names() == named.keys()
+    experts = int(config.get("num_experts") or config["n_routed_experts"])
+    last = int(config["num_hidden_layers"]) - 1
+    assert f"model.layers.{last}.mlp.experts.{experts - 1}.down_proj.weight" in named
+    assert sum(tensor.numel() for tensor in state.values()) == sum(math.prod(shape) for shape in named.values())
