@@ -61,7 +61,7 @@ def write_config(folder: Path, method: str, model: Path) -> Path:
         "optim": {"name": "sgd", "lr": 0.02} if method == "gspo" else {},
         "batch": {"num_minibatches": 2, "max_tokens_per_microbatch": 512},
         "evaluation": {"sets": [held], "interval_steps": 2, "num_samples": 1, "pass_at": [1]},
-        "checkpoint": {"interval_steps": 1, "keep": 3},
+        "checkpoint": {"interval_steps": 1, "keep": 3, "export_interval_steps": 2},
         "telemetry": {"report": False, "probe_prompts": 4, "samples_per_step": 4},
     }
     path = folder / f"{method}.yaml"

@@ -21,6 +21,9 @@ import ranks
 from layout_cases import OF_A_LAYOUT, WIDE
 from safetensors.torch import load_file
 
+from moerl.convert.compare import compare_weights
+from moerl.convert.places import find
+
 sys.path.insert(0, str(Path(__file__).parent))
 from loop_files import METHODS, ROOT, deep_policy, legal_layouts, write_config
 
@@ -200,8 +203,17 @@ def test_weights_after_the_first_step_are_those_of_one_process(layouts, name):
 def test_one_step_and_two_are_three_steps_to_the_bit(done, name):
     assert done.rows(f"{name}.parts")[2:] == done.rows(name)[2:]
     assert [row["step"] for row in done.rows(name)] == [0, 1, 2, 3]
-    for file in ("hf/model.safetensors", "samples.jsonl", "load.jsonl"):
+    for file in ("hf/model.safetensors", "exports/step_000002/model.safetensors", "samples.jsonl", "load.jsonl"):
         assert (done.runs / name / file).read_bytes() == (done.runs / f"{name}.parts" / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoints_of_a_layout_hold_the_weights_that_its_ranks_export(done, name):
+    """Converted without a process group; the layout of the run does not matter."""
+    run = done.runs / name
+    assert not compare_weights(find(run), find(run / "hf")).differences
+    second = find(run / "checkpoints" / "step_000002"), find(run / "exports" / "step_000002")
+    assert not compare_weights(*second).differences
 
 
 def test_a_rank_that_is_killed_ends_all_with_one_message_and_the_run_goes_on(bench):

@@ -217,7 +217,13 @@ def catalogue(files: Prepared) -> dict[str, list[str]]:
     demo = {name: [str(DEMO / f"{name}.yaml"), "run.num_steps=2", *SMALL] for name in DEMOS}
     tiny = str(files.tiny)
     return {
-        "gspo20": [str(DEMO / "gspo.yaml"), "run.num_steps=20", "checkpoint.interval_steps=10", "checkpoint.keep=3"],
+        "gspo20": [
+            str(DEMO / "gspo.yaml"),
+            "run.num_steps=20",
+            "checkpoint.interval_steps=10",
+            "checkpoint.keep=3",
+            "checkpoint.export_interval_steps=10",
+        ],
         "tiny": [tiny],
         **demo,
         "grpo_r3_recompute": [*demo["grpo_r3"], "precision.recompute=full"],

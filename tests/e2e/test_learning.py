@@ -10,6 +10,9 @@ from statistics import fmean
 import pytest
 from safetensors import safe_open
 
+from moerl.convert.compare import compare_weights
+from moerl.convert.places import find
+
 ROUTE_SETS = ("set_change", "expert_change", "jaccard", "any_layer", "layers_changed", "zero_deviation")
 ROUTE_DISTANCES = ("kl", "js", "tv", "dev", "dev_p90", "dev_p99")
 PROMISED = (
@@ -123,6 +126,16 @@ def test_the_exported_weights_are_those_of_the_policy(gspo):
         assert sorted(now.keys()) == sorted(before.keys())
         assert all(now.get_tensor(name).shape == before.get_tensor(name).shape for name in now.keys())  # noqa: SIM118
     assert (gspo.folder / "hf" / "tokenizer.json").is_file()
+
+
+@pytest.mark.runs("gspo20")
+def test_exports_during_the_run_are_the_weights_of_its_checkpoints(gspo):
+    assert sorted(path.name for path in (gspo.folder / "exports").iterdir()) == ["step_000010", "step_000020"]
+    for step in ("step_000010", "step_000020"):
+        export, checkpoint = (find(gspo.folder / kind / step) for kind in ("exports", "checkpoints"))
+        assert not compare_weights(export, checkpoint).differences
+    last = gspo.folder / "exports" / "step_000020" / "model.safetensors"
+    assert last.read_bytes() == (gspo.folder / "hf" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.runs("sft40")
