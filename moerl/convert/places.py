@@ -86,16 +86,16 @@ def find(path: str | Path, *, settings: str | Path | None = None, family: str = 
         path.stat()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened ({error.strerror}); give a folder that exists") from error
-    step = _step_folder(path)
-    if step is not None:
+    if not (path / "config.json").is_file():
+        step = _step_folder(path)
+        if step is None:
+            raise CheckpointError(
+                f"{path} is no model: it has neither config.json (a Hugging Face folder, or a converted checkpoint) "
+                "nor checkpoints/step_000010 (a run) nor learner/ (a checkpoint of one)"
+            )
         folder = Path(settings) if settings is not None else _settings_of(step)
         hf = read_config(folder)
         return Place(path, "run", step / LEARNER, folder, hf, family_of(hf, family))
-    if not (path / "config.json").is_file():
-        raise CheckpointError(
-            f"{path} is no model: it has neither config.json (a Hugging Face folder, or a converted checkpoint) nor "
-            "checkpoints/step_000010 (a run) nor learner/ (a checkpoint of one)"
-        )
     if settings is not None:
         raise ConfigError(f"--settings is for checkpoints of runs; {path} has its own config.json, leave it out")
     hf = read_config(path)
@@ -118,7 +118,7 @@ def _step_folder(path: Path) -> Path | None:
     if has_shards(path / LEARNER):
         return Path(os.path.realpath(path))
     step = newest_step(path)
-    if step is None and (path / CONFIG_FILE).is_file() and not (path / "config.json").is_file():
+    if step is None and (path / CONFIG_FILE).is_file():
         raise CheckpointError(f"{path} is a run without a complete checkpoint; train it, or give another path")
     return step
 
