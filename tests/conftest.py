@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from hypothesis import HealthCheck, settings
 
 COMMON = settings(deadline=None, print_blob=True, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -12,3 +14,7 @@ COMMON = settings(deadline=None, print_blob=True, database=None, suppress_health
 settings.register_profile("fixed", COMMON, derandomize=True)
 settings.register_profile("random", COMMON, derandomize=False)
 settings.load_profile("fixed")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As under `nohup ... &`: Ctrl-C would be ignored here and in every process that a test starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
