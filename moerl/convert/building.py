@@ -7,6 +7,7 @@ share nothing but this folder: file i is made by process i modulo their number, 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import math
@@ -107,8 +108,8 @@ class Building:
         """`identity` (JSON) says what is built from what; another one does not go on from what lies there."""
         self.out = Path(os.path.normpath(out.absolute()))
         self._files = list(files)
-        layout = [[file.name, file.num_bytes, len(file.tensors)] for file in files]
-        self._plan = json.dumps({**identity, "plan": layout}, sort_keys=True)
+        plan = hashlib.sha256(repr([(file.name, file.tensors) for file in files]).encode()).hexdigest()
+        self._plan = json.dumps({**identity, "plan": plan}, sort_keys=True)
         self._world = world
         self._overwrite = overwrite
         self._root = self.out.with_name(f".{self.out.name}.converting")

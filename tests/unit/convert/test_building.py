@@ -75,13 +75,16 @@ def test_whole_files_are_not_made_again(tmp_path):
     assert [float(load_file(tmp_path / "out" / f"f{i}")["x"][0]) for i in range(4)] == [0, 1, 2, 3]
 
 
-def test_another_plan_starts_anew(tmp_path):
+@pytest.mark.parametrize(("identity", "name"), [({"a": 2}, "x"), ({"a": 1}, "y")])
+def test_another_plan_starts_anew(tmp_path, identity, name):
+    """Also one whose files have the same names and sizes, but other tensors."""
     work = Slowly(3)
     work.fails_at = 2
     with pytest.raises(CheckpointError, match="no more"):
         Building(tmp_path / "out", work.files, {"a": 1}).build(work.make, lambda *_: None)
     work.fails_at = None
-    built = Building(tmp_path / "out", work.files, {"a": 2}).build(work.make, lambda *_: None)
+    files = [PlannedFile(file.name, (Described(name, torch.float32, (4,)),)) for file in work.files]
+    built = Building(tmp_path / "out", files, identity).build(work.make, lambda *_: None)
     assert built is not None
     assert built.num_resumed == 0
     assert work.made == [0, 1, 0, 1, 2]
