@@ -36,9 +36,10 @@ class FusedSlice:
 
     name: str
     """Hugging Face name of the fused tensor [e, rows, columns]."""
-    expert: int
-    start: int
-    stop: int
+    expert: int | None
+    """None: the whole of a tensor that only has another name in memory."""
+    start: int = 0
+    stop: int = 0
 
 
 class ModelFamily(Protocol):
@@ -89,12 +90,29 @@ families: Registry[Callable[[], ModelFamily]] = Registry("model family", "moerl.
 
 EXACT = "logits, routes and gradients against transformers at 1, 2 and 4 processes"
 """Of `verified`: the learner's own forward and backward are transformers', alone and in layouts of several ranks."""
+ALONE = "logits, routes and gradients against transformers at 1 process"
+"""Of `verified`: as `EXACT`, but no layout of several ranks was run with this family itself."""
 MAPPING_ONLY = "mapping only"
 """Of `verified`: names, shapes and values come back bit for bit, but no forward was compared."""
 
 _LINEAR_ATTENTION = "its layers of lightning attention have no counterpart in megatron-core"
 _SPARSE_ATTENTION = "its indexer of sparse attention has no packed form here, and routes of tokens would not be exact"
+_LATENT_ATTENTION = "attention over packed sequences is not built here for multi-head latent attention"
+_WIDE_NORMS = "its norms of queries and keys span all heads, where megatron-core's span one head"
+_NO_EXPERTS = "it has no experts, and the learner and its metrics ask for at least one layer of them"
 UNSUPPORTED: dict[str, str] = {
+    "DeepseekV2ForCausalLM": f"{_LATENT_ATTENTION}, and megatron-core scores groups of experts by a sum where "
+    "its larger model takes the largest",
+    "DeepseekV3ForCausalLM": _LATENT_ATTENTION,
+    "Glm4MoeLiteForCausalLM": _LATENT_ATTENTION,
+    "GptOssForCausalLM": "attention over packed sequences has neither sinks nor a sliding window without "
+    "TransformerEngine",
+    "LlamaForCausalLM": _NO_EXPERTS,
+    "MiniMaxM2ForCausalLM": _WIDE_NORMS,
+    "OlmoeForCausalLM": _WIDE_NORMS,
+    "Qwen3ForCausalLM": _NO_EXPERTS,
+    "Qwen3NextForCausalLM": "megatron-core builds its gated delta net with flash-linear-attention alone, a library of "
+    "GPU kernels, so that nothing could be compared on a CPU",
     "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,
     "DeepseekV4ForCausalLM": _SPARSE_ATTENTION,
     "GlmMoeDsaForCausalLM": _SPARSE_ATTENTION,

@@ -192,8 +192,8 @@ class Unfused:
     def shape(self, name: str) -> Shape:
         """Shape of a tensor."""
         place = self._slices.get(name)
-        if place is None:
-            return self._source.shape(name)
+        if place is None or place.expert is None:
+            return self._source.shape(name if place is None else place.name)
         return (place.stop - place.start, *self._source.shape(place.name)[2:])
 
     def dtype(self, name: str) -> torch.dtype:
@@ -204,8 +204,8 @@ class Unfused:
     def get(self, name: str) -> Tensor:
         """One tensor; of a fused one only the part that is needed is read."""
         place = self._slices.get(name)
-        if place is None:
-            return self._source.get(name)
+        if place is None or place.expert is None:
+            return self._source.get(name if place is None else place.name)
         return self._source.get_slice(place.name, place.expert, place.start, place.stop)
 
     def get_slice(self, name: str, expert: int, start: int, stop: int) -> Tensor:
@@ -215,6 +215,8 @@ class Unfused:
     def _check_fused(self) -> None:
         expected: dict[str, Shape] = {}
         for place in self._slices.values():
+            if place.expert is None:
+                continue
             experts, rows = expected.get(place.name, (0, 0))
             expected[place.name] = (max(experts, place.expert + 1), max(rows, place.stop))
         for name, sizes in expected.items():

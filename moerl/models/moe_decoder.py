@@ -72,6 +72,10 @@ class DecoderShape:
     """Under which `mlp.<name>` holds it."""
     shared_gate: str = ""
     """Under which `mlp.<name>.weight` holds the gate on it; empty for none."""
+    moe_name: str = "mlp"
+    """What holds routers and experts on disk, in layers that have them; in memory transformers 5 calls it `mlp`."""
+    expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of an expert's three matrices on disk."""
 
 
 def attention_sizes(hf: HFConfig) -> dict[str, Any]:
@@ -171,11 +175,16 @@ class DecoderFamily(ABC):
         slices: dict[str, FusedSlice] = {}
         width = shape.expert_width
         for layer, is_moe in enumerate(shape.is_moe):
-            experts = f"model.layers.{layer}.mlp.experts"
+            disk, memory = f"model.layers.{layer}.{shape.moe_name}", f"model.layers.{layer}.mlp"
+            if is_moe and disk != memory:
+                slices[f"{disk}.gate.weight"] = FusedSlice(f"{memory}.gate.weight", None)
+            gate, up, down = (f"{part}.weight" for part in shape.expert_parts)
+            fused = f"{memory}.experts"
             for e in range(shape.experts if is_moe else 0):
-                slices[f"{experts}.{e}.gate_proj.weight"] = FusedSlice(f"{experts}.gate_up_proj", e, 0, width)
-                slices[f"{experts}.{e}.up_proj.weight"] = FusedSlice(f"{experts}.gate_up_proj", e, width, 2 * width)
-                slices[f"{experts}.{e}.down_proj.weight"] = FusedSlice(f"{experts}.down_proj", e, 0, shape.hidden)
+                expert = f"{disk}.experts.{e}"
+                slices[f"{expert}.{gate}"] = FusedSlice(f"{fused}.gate_up_proj", e, 0, width)
+                slices[f"{expert}.{up}"] = FusedSlice(f"{fused}.gate_up_proj", e, width, 2 * width)
+                slices[f"{expert}.{down}"] = FusedSlice(f"{fused}.down_proj", e, 0, shape.hidden)
         return slices
 
     def ignored_names(self, hf: HFConfig) -> tuple[str, ...]:
@@ -218,7 +227,7 @@ def _attention_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
 
 
 def _moe_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
-    hf, megatron = f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp"
+    hf, megatron = f"model.layers.{layer}.{shape.moe_name}", f"decoder.layers.{layer}.mlp"
     yield _copy(f"{megatron}.router.weight", f"{hf}.gate.weight", (shape.experts, shape.hidden), layer)
     if shape.has_expert_bias:
         yield Copy(
@@ -236,7 +245,9 @@ def _moe_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
         yield _copy(gate, f"{hf}.{shape.shared_gate}.weight", (1, shape.hidden), layer)
     for e in range(shape.experts):
         expert = f"{megatron}.experts.local_experts.{e}"
-        yield from _mlp_rules(f"{hf}.experts.{e}", expert, shape.hidden, shape.expert_width, layer, e)
+        yield from _mlp_rules(
+            f"{hf}.experts.{e}", expert, shape.hidden, shape.expert_width, layer, e, shape.expert_parts
+        )
 
 
 def _dense_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
@@ -245,11 +256,18 @@ def _dense_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
 
 
 def _mlp_rules(
-    hf: str, megatron: str, hidden: int, width: int, layer: int, expert: int | None = None
+    hf: str,
+    megatron: str,
+    hidden: int,
+    width: int,
+    layer: int,
+    expert: int | None = None,
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Iterator[Rule]:
+    gate, up, down = parts
     yield GateUp(
         megatron_name=f"{megatron}.linear_fc1.weight",
-        hf_names=(f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"),
+        hf_names=(f"{hf}.{gate}.weight", f"{hf}.{up}.weight"),
         hf_shapes=((width, hidden), (width, hidden)),
         tensor_axis=0,
         layer=layer,
@@ -257,7 +275,7 @@ def _mlp_rules(
     )
     yield Copy(
         megatron_name=f"{megatron}.linear_fc2.weight",
-        hf_names=(f"{hf}.down_proj.weight",),
+        hf_names=(f"{hf}.{down}.weight",),
         hf_shapes=((hidden, width),),
         tensor_axis=1,
         layer=layer,

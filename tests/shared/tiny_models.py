@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ QWEN2 = dict(
     rope_parameters=FULL_ROPE,
 )
 
+MIXTRAL = dict(num_local_experts=6, num_experts_per_tok=3, moe_intermediate_size=None, rope_parameters=FULL_ROPE)
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -58,7 +61,8 @@ class Kind:
     @property
     def experts(self) -> int:
         """Of a layer."""
-        return int(self.sizes.get("num_experts") or self.sizes["n_routed_experts"])
+        names = ("num_experts", "n_routed_experts", "num_local_experts")
+        return int(next(self.sizes[name] for name in names if name in self.sizes))
 
     @property
     def topk(self) -> int:
@@ -70,6 +74,7 @@ KINDS = {
     "softmax": Kind("Qwen3MoeForCausalLM", QWEN3, 4),
     "dense_first": Kind("Qwen3MoeForCausalLM", {**QWEN3, "mlp_only_layers": [0]}, 3),
     "sigmoid": Kind("Glm4MoeForCausalLM", GLM, 3),
+    "mixtral": Kind("MixtralForCausalLM", MIXTRAL, 4),
     "shared": Kind("Qwen2MoeForCausalLM", QWEN2, 4),
 }
 
@@ -92,6 +97,24 @@ def make_model(name: str, *, seed: int = 3, **overrides: Any) -> Any:
             else:
                 tensor.copy_(noise * (0.6 if "mlp.gate.weight" in at else 0.3 if "correction" in at else 0.12))
     return model
+
+
+def forward_of(model: Any, micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs [t], chosen experts [t, l, k]) of transformers' model, one sequence of a micro-batch at a time."""
+    chosen: list[torch.Tensor] = []
+    logprobs: list[torch.Tensor] = []
+    routes: list[torch.Tensor] = []
+    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    handles = [gate.register_forward_hook(lambda _m, _i, out: chosen.append(out[2])) for gate in gates]
+    for start, stop in pairwise(micro.cu_seqlens.tolist()):
+        ids = micro.token_ids[start:stop][None]
+        logq = torch.log_softmax(model(ids).logits[0], -1)
+        logprobs += [logq.new_zeros(1), logq[:-1].gather(-1, ids[0, 1:, None])[:, 0]]
+        routes.append(torch.stack(chosen, 1))
+        chosen.clear()
+    for handle in handles:
+        handle.remove()
+    return torch.cat(logprobs), torch.cat(routes)
 
 
 def save_model(folder: Path, name: str, *, seed: int = 3, **overrides: Any) -> Path:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
-from tiny_models import KINDS, make_model, save_model
+from tiny_models import KINDS, forward_of, make_model, save_model
 
 from moerl.errors import ConfigError, NumericsError
 from moerl.mcore.router_replay import below_lost_groups
@@ -54,27 +53,11 @@ def micro(kit):
     return kit.with_routes(kit.make_micro([5, 1, 17, 9], vocab=54), kind.layers, kind.experts, kind.topk)
 
 
-def theirs_of(model, micro):
-    """(logprobs [t], chosen experts [t, l, k]) of transformers, one sequence at a time."""
-    chosen, logprobs, routes = [], [], []
-    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
-    handles = [gate.register_forward_hook(lambda _m, _i, out: chosen.append(out[2])) for gate in gates]
-    for start, stop in pairwise(micro.cu_seqlens.tolist()):
-        ids = micro.token_ids[start:stop][None]
-        logq = torch.log_softmax(model(ids).logits[0], -1)
-        logprobs += [logq.new_zeros(1), logq[:-1].gather(-1, ids[0, 1:, None])[:, 0]]
-        routes.append(torch.stack(chosen, 1))
-        chosen.clear()
-    for handle in handles:
-        handle.remove()
-    return torch.cat(logprobs), torch.cat(routes)
-
-
 def test_logprobs_and_routes_equal_transformers(kit, both, micro):
     model, folder = both
     policy = kit.make_policy(folder)
     with torch.no_grad():
-        logprobs, routes = theirs_of(model, micro)
+        logprobs, routes = forward_of(model, micro)
     assert (policy.logprobs(micro) - logprobs).abs().max() < 1e-5
     live = torch.nonzero(micro.mask & (micro.position_ids > 0))[:, 0] - 1
     (stats,) = policy.observe([micro])
@@ -85,7 +68,7 @@ def test_logprobs_and_routes_equal_transformers(kit, both, micro):
 def test_gradients_equal_the_oracles_which_equal_transformers(kit, both, micro, recompute):
     model, folder = both
     oracle = ReferenceModel.from_pretrained(folder)
-    logprobs, _ = theirs_of(model, micro)
+    logprobs, _ = forward_of(model, micro)
     out = torch.log_softmax(oracle.forward_packed(micro.token_ids, micro.cu_seqlens).logits, -1)
     own = out[:-1].gather(-1, micro.token_ids[1:, None])[:, 0]
     own = torch.cat([own.new_zeros(1), own])

@@ -159,9 +159,9 @@ def test_unknown_fields_that_are_off_are_let_through():
 
 def test_unknown_architectures_and_families():
     with pytest.raises(
-        CheckpointError, match=r"\['LlamaForCausalLM'\], which no model family supports \(supported:.*Qwen3"
+        CheckpointError, match=r"\['GemmaForCausalLM'\], which no model family supports \(supported:.*Qwen3"
     ):
-        family_of({"architectures": ["LlamaForCausalLM"]})
+        family_of({"architectures": ["GemmaForCausalLM"]})
     with pytest.raises(CheckpointError, match=r"architectures is \[\]"):
         family_of({})
     with pytest.raises(ConfigError, match="did you mean 'qwen3_moe'"):

@@ -1,0 +1,69 @@
+"""Families that the plain reference does not know: logprobs, routes and gradients against transformers itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import forward_of, make_model
+
+from moerl.errors import ConfigError
+from moerl.models.family import family_of
+from moerl.models.hf_folder import HFFolder, InMemory, Unfused, read_config
+from moerl.reference.model import ReferenceModel
+from moerl.replay import compare_gradients
+
+
+@pytest.fixture(scope="module", params=["mixtral"])
+def both(request, tmp_path_factory):
+    """transformers' model, and its folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_model(request.param)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.fixture(scope="module")
+def micro(kit):
+    return kit.make_micro([5, 1, 17, 9], vocab=54)
+
+
+def test_logprobs_and_routes_equal_transformers(kit, both, micro):
+    """Megatron-LM 955: a softmax over the chosen and a choice after the softmax are two models."""
+    model, folder = both
+    policy = kit.make_policy(folder)
+    with torch.no_grad():
+        logprobs, routes = forward_of(model, micro)
+    assert (policy.logprobs(micro) - logprobs).abs().max() < 1e-5
+    live = torch.nonzero(micro.mask & (micro.position_ids > 0))[:, 0] - 1
+    (stats,) = policy.observe([micro])
+    assert torch.equal(stats.own_routes.sort(-1).values, routes[live].sort(-1).values)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gradients_equal_transformers(kit, both, micro, recompute):
+    model, folder = both
+    hf = read_config(folder)
+    model.zero_grad()
+    logprobs, _ = forward_of(model, micro)
+    (-(micro.weights.policy * torch.where(micro.mask, logprobs, 0)).sum()).backward()
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    family = family_of(hf)
+    theirs = Unfused(InMemory(grads), family.fused_slices(hf))
+    wanted = {name: theirs.get(name) for name in HFFolder(folder).names()}
+    gaps = compare_gradients(wanted, kit.make_policy(folder, recompute=recompute).gradients([micro], kit.Nll()))
+    largest = max(gap.largest for gap in gaps)
+    assert len(gaps) == len(wanted)
+    assert largest > 0
+    assert not [gap for gap in gaps if gap.difference > 2e-5 * largest]
+
+
+def test_export_is_the_folder_bit_for_bit(kit, both):
+    _, folder = both
+    source, exported = HFFolder(folder), dict(kit.make_policy(folder).export())
+    assert exported.keys() == source.names()
+    assert all(torch.equal(tensor, source.get(name)) for name, tensor in exported.items())
+
+
+def test_the_reference_refuses_what_it_cannot_run(both):
+    with pytest.raises(ConfigError, match="not implemented by the reference model"):
+        ReferenceModel.from_pretrained(both[1])
