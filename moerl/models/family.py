@@ -88,10 +88,8 @@ families: Registry[Callable[[], ModelFamily]] = Registry("model family", "moerl.
 - `verified`: how the mapping was held to transformers' own model.
 """
 
-EXACT = "logits, routes and gradients against transformers at 1, 2 and 4 processes"
-"""Of `verified`: the learner's own forward and backward are transformers', alone and in layouts of several ranks."""
-ALONE = "logits, routes and gradients against transformers at 1 process"
-"""Of `verified`: as `EXACT`, but no layout of several ranks was run with this family itself."""
+EXACT = "logprobs, routes and gradients: 1 process against transformers, 2 and 4 processes against 1"
+"""Of `verified`, in float32: `tests/unit/mcore/test_mcore_families.py` and `tests/distributed/test_families.py`."""
 MAPPING_ONLY = "mapping only"
 """Of `verified`: names, shapes and values come back bit for bit, but no forward was compared."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moerl.models.family import ALONE, HFConfig, NoArguments, families
+from moerl.models.family import EXACT, HFConfig, NoArguments, families
 from moerl.models.hf_config import plain_rope_theta, refuse_active, refuse_unknown, required
 from moerl.models.moe_decoder import (
     COMMON_FIELDS,
@@ -22,7 +22,7 @@ _KNOWN = (COMMON_FIELDS - {"moe_intermediate_size", "norm_topk_prob"}) | {"route
 
 
 @families.register(
-    "mixtral", NoArguments, architectures=("MixtralForCausalLM",), covers=("tied", "routed experts"), verified=ALONE
+    "mixtral", NoArguments, architectures=("MixtralForCausalLM",), covers=("tied", "routed experts"), verified=EXACT
 )
 class Mixtral(DecoderFamily):
     """The family."""

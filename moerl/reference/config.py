@@ -16,8 +16,6 @@ _SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
 )
 _PLAIN = {
     "hidden_act": ("silu", "silu"),
@@ -28,12 +26,16 @@ _ONLY: dict[str, dict[str, tuple[Any, Any]]] = {
     "qwen3_moe": {**_PLAIN, "attention_bias": (False, False), "partial_rotary_factor": (1.0, 1.0)},
     "qwen2_moe": {**_PLAIN, "partial_rotary_factor": (1.0, 1.0)},
     "glm4_moe": {**_PLAIN, "scoring_func": ("sigmoid", "sigmoid"), "topk_method": ("noaux_tc", "noaux_tc")},
+    "mixtral": {**_PLAIN, "sliding_window": (None, None), "partial_rotary_factor": (1.0, 1.0)},
 }
 """model_type -> key -> (the one value that is implemented, what Hugging Face assumes where the key is absent)."""
+_ROUTED = ("num_experts_per_tok", "moe_intermediate_size")
 _ALSO = {
-    "qwen3_moe": (),
-    "qwen2_moe": ("shared_expert_intermediate_size",),
+    "qwen3_moe": _ROUTED,
+    "qwen2_moe": (*_ROUTED, "shared_expert_intermediate_size"),
+    "mixtral": ("num_experts_per_tok", "intermediate_size"),
     "glm4_moe": (
+        *_ROUTED,
         "n_group",
         "topk_group",
         "n_shared_experts",
@@ -44,7 +46,27 @@ _ALSO = {
         "intermediate_size",
     ),
 }
-"""model_type -> keys that must be there beside the sizes."""
+"""model_type -> keys that must be there beside the sizes; the second is the inner width of an expert."""
+_EPS = {"glm4_moe": 1e-5, "mixtral": 1e-5}
+"""model_type -> what Hugging Face takes for `rms_norm_eps` where it is absent; 1e-6 in the others."""
+
+
+PARTS = ("gate_proj", "up_proj", "down_proj")
+"""The three matrices of most feed-forward parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How Hugging Face names what a layer with experts has, below `model.layers.<n>`."""
+
+    home: str = "mlp"
+    """Holds the router `gate`, and `experts`."""
+    parts: tuple[str, str, str] = PARTS
+    """The three matrices of an expert."""
+
+
+_NAMES = {"mixtral": ExpertNames("block_sparse_moe", ("w1", "w3", "w2"))}
+"""model_type -> other names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +123,7 @@ class ReferenceConfig:
     qk_norm: bool
     qkv_bias: bool
     shared: SharedExpert | None
+    names: ExpertNames = ExpertNames()
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ReferenceConfig:
@@ -150,17 +173,18 @@ class ReferenceConfig:
             head_dim=head_dim,
             num_experts=_num_experts(raw, where),
             experts_per_token=int(raw["num_experts_per_tok"]),
-            expert_size=int(raw["moe_intermediate_size"]),
+            expert_size=int(raw[_ALSO[kind][1]]),
             dense_size=int(raw["intermediate_size"]) if len(moe_layers) < layers else 0,
             moe_layers=moe_layers,
             router=_router(raw, kind),
             rope_theta=_rope(raw, "rope_theta", None, where),
             rotary_dim=int(head_dim * _rope(raw, "partial_rotary_factor", share, where)),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-5 if kind == "glm4_moe" else 1e-6)),
+            rms_norm_eps=float(raw.get("rms_norm_eps", _EPS.get(kind, 1e-6))),
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qk_norm=kind == "qwen3_moe" or bool(raw.get("use_qk_norm", False)),
             qkv_bias=bool(raw.get("qkv_bias", True)) if kind == "qwen2_moe" else bool(raw.get("attention_bias", False)),
             shared=_shared(raw, kind),
+            names=_NAMES.get(kind, ExpertNames()),
         )
 
 
@@ -192,7 +216,7 @@ def _moe_layers(raw: Mapping[str, Any], kind: str, layers: int) -> tuple[int, ..
 
 def _router(raw: Mapping[str, Any], kind: str) -> RouterConfig:
     if kind != "glm4_moe":
-        return RouterConfig(is_normalised=bool(raw.get("norm_topk_prob", False)))
+        return RouterConfig(is_normalised=kind == "mixtral" or bool(raw.get("norm_topk_prob", False)))
     return RouterConfig(
         is_sigmoid=True,
         is_normalised=bool(raw.get("norm_topk_prob", True)),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moerl.reference.config import ReferenceConfig
+from moerl.reference.config import PARTS, ReferenceConfig
 from moerl.reference.model import rotary_tables, rotated
 from moerl.reference.moe import choice_of, gates_of, scores_of
 from moerl.reference.precision import fake_quantise
@@ -75,14 +75,16 @@ class DecoderWeights:
         def vector(name: str) -> Tensor:
             return weights[name].detach().to("cpu", torch.float32, copy=True)
 
-        def mlp(home: str) -> tuple[Tensor, Tensor]:
-            return matrix(f"{home}gate_proj.weight", f"{home}up_proj.weight"), matrix(f"{home}down_proj.weight")
+        def mlp(home: str, parts: tuple[str, str, str] = PARTS) -> tuple[Tensor, Tensor]:
+            gate, up, down = (f"{home}{part}.weight" for part in parts)
+            return matrix(gate, up), matrix(down)
 
         def layer(index: int) -> LayerWeights:
             at = f"model.layers.{index}."
             is_moe = index in cfg.moe_layers
-            homes = [f"{at}mlp.experts.{e}." for e in range(cfg.num_experts)] if is_moe else [f"{at}mlp."]
-            experts = [mlp(home) for home in homes]
+            home = f"{at}{cfg.names.home if is_moe else 'mlp'}."
+            numbers = range(cfg.num_experts if is_moe else 0)
+            experts = [mlp(f"{home}experts.{e}.", cfg.names.parts) for e in numbers] or [mlp(home)]
             shared = cfg.shared if is_moe else None
             biases = [vector(f"{at}self_attn.{part}_proj.bias") for part in ("qkv" if cfg.qkv_bias else "")]
             return LayerWeights(
@@ -93,14 +95,12 @@ class DecoderWeights:
                 k_norm=vector(f"{at}self_attn.k_norm.weight") if cfg.qk_norm else None,
                 output=matrix(f"{at}self_attn.o_proj.weight"),
                 post_norm=vector(f"{at}post_attention_layernorm.weight"),
-                router=matrix(f"{at}mlp.gate.weight") if is_moe else None,
-                router_bias=vector(f"{at}mlp.gate.e_score_correction_bias")
-                if is_moe and cfg.router.is_sigmoid
-                else None,
+                router=matrix(f"{home}gate.weight") if is_moe else None,
+                router_bias=vector(f"{home}gate.e_score_correction_bias") if is_moe and cfg.router.is_sigmoid else None,
                 gate_up=torch.stack([gate_up for gate_up, _ in experts]),
                 down=torch.stack([down for _, down in experts]),
-                shared=None if shared is None else mlp(f"{at}mlp.{shared.name}."),
-                shared_gate=None if shared is None or not shared.gate else matrix(f"{at}mlp.{shared.gate}.weight"),
+                shared=None if shared is None else mlp(f"{home}{shared.name}."),
+                shared_gate=None if shared is None or not shared.gate else matrix(f"{home}{shared.gate}.weight"),
             )
 
         head = "model.embed_tokens.weight" if cfg.tied_embeddings else "lm_head.weight"

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moerl.errors import CheckpointError
-from moerl.reference.config import ReferenceConfig
+from moerl.reference.config import PARTS, ReferenceConfig
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -59,12 +59,13 @@ def expected_shapes(cfg: ReferenceConfig) -> dict[str, tuple[int, ...]]:
         if layer not in cfg.moe_layers:
             shapes |= _mlp_shapes(f"{at}mlp.", hidden, cfg.dense_size)
             continue
-        shapes[f"{at}mlp.gate.weight"] = (cfg.num_experts, hidden)
+        home = f"{at}{cfg.names.home}."
+        shapes[f"{home}gate.weight"] = (cfg.num_experts, hidden)
         if cfg.router.is_sigmoid:
-            shapes[f"{at}mlp.gate.e_score_correction_bias"] = (cfg.num_experts,)
-        shapes |= _shared_shapes(f"{at}mlp.", cfg)
+            shapes[f"{home}gate.e_score_correction_bias"] = (cfg.num_experts,)
+        shapes |= _shared_shapes(home, cfg)
         for expert in range(cfg.num_experts):
-            shapes |= _mlp_shapes(f"{at}mlp.experts.{expert}.", hidden, cfg.expert_size)
+            shapes |= _mlp_shapes(f"{home}experts.{expert}.", hidden, cfg.expert_size, cfg.names.parts)
     return shapes
 
 
@@ -97,12 +98,9 @@ def _shared_shapes(at: str, cfg: ReferenceConfig) -> dict[str, tuple[int, ...]]:
     return shapes | ({f"{at}{cfg.shared.gate}.weight": (1, cfg.hidden_size)} if cfg.shared.gate else {})
 
 
-def _mlp_shapes(at: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{at}gate_proj.weight": (inner, hidden),
-        f"{at}up_proj.weight": (inner, hidden),
-        f"{at}down_proj.weight": (hidden, inner),
-    }
+def _mlp_shapes(at: str, hidden: int, inner: int, parts: tuple[str, str, str] = PARTS) -> dict[str, tuple[int, ...]]:
+    sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    return {f"{at}{part}.weight": size for part, size in zip(parts, sizes, strict=True)}
 
 
 def _weight_files(folder: Path) -> list[Path]:

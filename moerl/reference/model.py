@@ -175,13 +175,13 @@ class _Backbone(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, _Layer)
             x = x + layer.self_attn(layer.input_layernorm(x), bounds, rotary)
-            normed = layer.post_attention_layernorm(x)
-            if isinstance(layer.mlp, MoE):
+            normed, feed_forward = layer.post_attention_layernorm(x), layer.feed_forward
+            if isinstance(feed_forward, MoE):
                 replay = None if routes is None else routes[:, len(records)]
-                y, *record = layer.mlp(normed, replay, has_route)
+                y, *record = feed_forward(normed, replay, has_route)
                 records.append((record[0], record[1], record[2]))
             else:
-                y = layer.mlp(normed)
+                y = feed_forward(normed)
             x = x + y
         return self.norm(x), records
 
@@ -192,7 +192,13 @@ class _Layer(nn.Module):
         self.input_layernorm = _RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.self_attn = _Attention(cfg)
         self.post_attention_layernorm = _RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.mlp = MoE(cfg) if is_moe else MLP(cfg.hidden_size, cfg.dense_size)
+        self._home = cfg.names.home if is_moe else "mlp"
+        self.add_module(self._home, MoE(cfg) if is_moe else MLP(cfg.hidden_size, cfg.dense_size))
+
+    @property
+    def feed_forward(self) -> nn.Module:
+        """What stands behind attention, whatever its name."""
+        return self.get_submodule(self._home)
 
 
 class _Attention(nn.Module):

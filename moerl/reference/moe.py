@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moerl.reference.config import ReferenceConfig, RouterConfig
+from moerl.reference.config import PARTS, ReferenceConfig, RouterConfig
 
 EXPERTS_PER_GROUP = 2
 """Best scores that add up to the score of a group."""
@@ -48,15 +48,18 @@ def gates_of(scores: Tensor, chosen: Tensor, cfg: RouterConfig) -> Tensor:
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, hidden: int, inner: int) -> None:
+    def __init__(self, hidden: int, inner: int, parts: tuple[str, str, str] = PARTS) -> None:
         super().__init__()
-        self.gate_proj = linear(hidden, inner)
-        self.up_proj = linear(hidden, inner)
-        self.down_proj = linear(inner, hidden)
+        gate, up, down = parts
+        self._parts = parts
+        self.add_module(gate, linear(hidden, inner))
+        self.add_module(up, linear(hidden, inner))
+        self.add_module(down, linear(inner, hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, h] -> [t, h]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up, down = (self.get_submodule(name) for name in self._parts)
+        return down(F.silu(gate(x)) * up(x))
 
 
 class Gate(nn.Module):
@@ -88,7 +91,8 @@ class MoE(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.gate = Gate(cfg)
-        self.experts = nn.ModuleList(MLP(cfg.hidden_size, cfg.expert_size) for _ in range(cfg.num_experts))
+        made = (MLP(cfg.hidden_size, cfg.expert_size, cfg.names.parts) for _ in range(cfg.num_experts))
+        self.experts = nn.ModuleList(made)
         if cfg.shared is not None:
             self.add_module(cfg.shared.name, MLP(cfg.hidden_size, cfg.shared.size))
             if cfg.shared.gate:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moerl.errors import CheckpointError
-from moerl.models.family import ALONE, EXACT, GPT_ARGUMENTS, MAPPING_ONLY, UNSUPPORTED, families, family_of
+from moerl.models.family import EXACT, GPT_ARGUMENTS, MAPPING_ONLY, UNSUPPORTED, families, family_of
 from moerl.models.hf_folder import HFFolder, InMemory, checked_source, read_config
 from moerl.models.rules import Vocab
 
@@ -191,7 +191,7 @@ def test_every_family_has_samples():
 def test_every_family_says_what_it_covers_and_how_it_was_verified():
     for name in families.names():
         traits = families.get(name).traits
-        assert traits["verified"] in (EXACT, ALONE, MAPPING_ONLY)
+        assert traits["verified"] in (EXACT, MAPPING_ONLY)
         assert traits["covers"]
         assert all(isinstance(word, str) and word for word in traits["covers"])
         assert not set(traits["architectures"]) & UNSUPPORTED.keys()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
@@ -46,10 +48,19 @@ FAMILIES = {
         "use_qk_norm": False,
         "partial_rotary_factor": 0.8,
     },
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_experts": None,
+        "num_local_experts": 6,
+        "moe_intermediate_size": None,
+        "intermediate_size": 22,
+        "norm_topk_prob": None,
+    },
 }
 """Changes to such a shape; None takes a key away."""
 CLASSES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
 }

@@ -1,19 +1,18 @@
-"""Families that the plain reference does not know: logprobs, routes and gradients against transformers itself."""
+"""The learner of every kind of model against transformers itself: logprobs, routes and gradients, alone."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import forward_of, make_model
+from tiny_models import KINDS, forward_of, make_model
 
-from moerl.errors import ConfigError
 from moerl.models.family import family_of
 from moerl.models.hf_folder import HFFolder, InMemory, Unfused, read_config
-from moerl.reference.model import ReferenceModel
+from moerl.models.rules import buffer_names
 from moerl.replay import compare_gradients
 
 
-@pytest.fixture(scope="module", params=["mixtral"])
+@pytest.fixture(scope="module", params=KINDS)
 def both(request, tmp_path_factory):
     """transformers' model, and its folder."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -49,12 +48,13 @@ def test_gradients_equal_transformers(kit, both, micro, recompute):
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     family = family_of(hf)
     theirs = Unfused(InMemory(grads), family.fused_slices(hf))
-    wanted = {name: theirs.get(name) for name in HFFolder(folder).names()}
+    buffers = buffer_names(family.weight_rules(hf))
+    wanted = {name: theirs.get(name) for name in HFFolder(folder).names() - buffers}
     gaps = compare_gradients(wanted, kit.make_policy(folder, recompute=recompute).gradients([micro], kit.Nll()))
     largest = max(gap.largest for gap in gaps)
     assert len(gaps) == len(wanted)
     assert largest > 0
-    assert not [gap for gap in gaps if gap.difference > 2e-5 * largest]
+    assert not [gap for gap in gaps if gap.difference > 1e-5 * gap.largest + 1e-6 * largest]
 
 
 def test_export_is_the_folder_bit_for_bit(kit, both):
@@ -62,8 +62,3 @@ def test_export_is_the_folder_bit_for_bit(kit, both):
     source, exported = HFFolder(folder), dict(kit.make_policy(folder).export())
     assert exported.keys() == source.names()
     assert all(torch.equal(tensor, source.get(name)) for name, tensor in exported.items())
-
-
-def test_the_reference_refuses_what_it_cannot_run(both):
-    with pytest.raises(ConfigError, match="not implemented by the reference model"):
-        ReferenceModel.from_pretrained(both[1])
