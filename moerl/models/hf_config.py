@@ -16,6 +16,7 @@ GENERIC_FIELDS = frozenset(
         "attention_dropout",
         "bos_token_id",
         "chunk_size_feed_forward",
+        "compression_config",
         "dtype",
         "eos_token_id",
         "id2label",
@@ -28,6 +29,7 @@ GENERIC_FIELDS = frozenset(
         "output_router_logits",
         "pad_token_id",
         "problem_type",
+        "quantization_config",
         "return_dict",
         "router_aux_loss_coef",
         "torch_dtype",
@@ -35,7 +37,10 @@ GENERIC_FIELDS = frozenset(
         "use_cache",
     }
 )
-"""Fields that do not change what the model computes; dropout and the auxiliary loss are the run's own settings."""
+"""Fields that do not change what the model computes; dropout and the auxiliary loss are the run's own settings.
+
+How weights are stored is for whoever reads them (`moerl.models.quantised`), not for a family.
+"""
 
 
 def required(hf: Mapping[str, Any], kind: type[V], *names: str) -> V:
