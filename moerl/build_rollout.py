@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from moerl.algorithms.filtering import Filters
 from moerl.algorithms.objective import build_objective
@@ -20,6 +23,9 @@ from moerl.envs import environments
 from moerl.errors import ConfigError, DataError
 from moerl.evaluate import EvaluationSet, Evaluator
 from moerl.metrics import Metrics
+from moerl.models.family import family_of
+from moerl.models.hf_folder import read_config
+from moerl.models.sharded import open_weights
 from moerl.protocols import Environment, RolloutEngine, Rollouts
 from moerl.reference.config import ReferenceConfig
 from moerl.reference.sampling import Sampler
@@ -159,10 +165,13 @@ class RolloutSide:
 def build_rollout_side(cfg: RunConfig, data: Data, *, load_weights: bool = False) -> RolloutSide:
     """Engines without weights (the first publish brings them), or with those of `model.path`."""
     plugin, engine_cfg = engines.resolve(cfg.rollout.engine, where="rollout.engine")
-    model: Any = cfg.model.path if load_weights else ReferenceConfig.from_folder(cfg.model.path)
+    model = ReferenceConfig.from_folder(cfg.model.path)
 
     def local(precision: str) -> Sampler:
-        return Sampler(model, precision=precision, decode=data.tokenizer.decode)
+        sampler = Sampler(model, precision=precision, decode=data.tokenizer.decode)
+        if load_weights:
+            sampler.load_weights(_weights_of(cfg))
+        return sampler
 
     injected: dict[str, Any] = {}
     if "sampler" in plugin.traits["injects"]:
@@ -176,6 +185,14 @@ def build_rollout_side(cfg: RunConfig, data: Data, *, load_weights: bool = False
     collector = _collector(cfg, data, train_engine)
     eval_collector = collector if eval_engine is train_engine else _collector(cfg, data, eval_engine)
     return RolloutSide(train_engine, eval_engine, collector, eval_collector, sampling_params(cfg, data.tokenizer))
+
+
+def _weights_of(cfg: RunConfig) -> Iterator[tuple[str, Tensor]]:
+    """Of `model.path`, plain even where they are quantised there."""
+    folder = Path(cfg.model.path)
+    hf = read_config(folder)
+    source = open_weights(folder, family_of(hf, cfg.model.family), hf)
+    return ((name, source.get(name)) for name in sorted(source.names()))
 
 
 def side_with(cfg: RunConfig, data: Data, side: RolloutSide) -> RolloutSide:

@@ -27,6 +27,7 @@ from moerl.config.resume import check_resume
 from moerl.config.schema import RunConfig
 from moerl.errors import CheckpointError, ConfigError
 from moerl.models.hf_folder import read_config
+from moerl.models.quantised import without_quantisation
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def model_id(path: str) -> str:
     """Digest of what makes two checkpoints compatible: the architecture, not where it came from."""
     config = read_config(path)
     ignored = {"torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache"}
-    kept = {key: value for key, value in config.items() if key not in ignored}
+    kept = {key: value for key, value in without_quantisation(config).items() if key not in ignored}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 

@@ -12,6 +12,7 @@ from moerl.convert.imports import left_out
 from moerl.convert.places import STEP_NAME, Place
 from moerl.errors import CheckpointError
 from moerl.manifest import check_file, read_manifest
+from moerl.models.quantised import quantisation_of
 from moerl.shards import ShardReader
 
 KINDS = {
@@ -58,6 +59,7 @@ def inspect_model(place: Place, *, verify: bool = True, allowed: tuple[str, ...]
         "form": place.form,
         "architecture": (place.hf.get("architectures") or ["unknown"])[0],
         "family": type(place.family).__name__,
+        "quantised": None if place.form != "huggingface" else quantisation_of(place.hf),
         "parameters": sum(kinds.values()),
         "active_parameters": round(active),
         "parameters_by_kind": dict(kinds.most_common()),

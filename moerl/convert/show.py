@@ -102,6 +102,12 @@ def show_model(found: Mapping[str, Any], out: Console, *, every_name: bool) -> N
         f"{sum(found['files'].values()) / 1e9:.3f} GB in {len(found['files'])} files; checksums: {found['checksums']}",
         highlight=False,
     )
+    if found["quantised"]:
+        block = found["quantised"].get("weight_block_size")
+        size = f" in blocks of {block[0]} x {block[1]}" if block else ""
+        out.print(
+            f"stored as {found['quantised']['quant_method']}{size}; types below are what is read", highlight=False
+        )
     out.print(count_table(("kind", "parameters"), found["parameters_by_kind"]))
     out.print(count_table(("type", "parameters"), found["parameters_by_dtype"]))
     out.print(_tensor_table(found["tensors"], every_name=every_name))

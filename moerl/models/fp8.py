@@ -50,7 +50,7 @@ def quantise_fp8_block(
     weight = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
     scale = torch.ones(scale_shape(rows, columns, block), dtype=torch.float32, device=tensor.device)
     for start, stop in _strips(rows, columns, block[0]):
-        values = tensor[start:stop].float()
+        values = tensor[start:stop].to(torch.float32, copy=True)  # `float()` of float32 is the tensor itself
         largest = _largest(values, block)
         if not bool(torch.isfinite(largest).all()):
             raise CheckpointError("a value is not finite (NaN or infinite), and FP8 blocks have no scale for it")

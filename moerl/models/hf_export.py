@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moerl.errors import CheckpointError
 from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, read_config
+from moerl.models.quantised import without_quantisation
 
 COPIED_FILES = (
     "added_tokens.json",
@@ -159,9 +160,21 @@ def write_index(folder: Path, weight_map: Mapping[str, str], num_bytes: int) -> 
     _write_json(folder / INDEX_FILE, index)
 
 
-def copy_settings(source: Path, folder: Path, dtypes: Mapping[torch.dtype, int]) -> None:
-    """Configuration, with the type that most elements of `dtypes` have, tokenizer and what belongs to it."""
-    _write_json(folder / "config.json", _with_dtype(read_config(source), dtypes))
+def copy_settings(
+    source: Path,
+    folder: Path,
+    dtypes: Mapping[torch.dtype, int],
+    *,
+    quantisation: Mapping[str, object] | None = None,
+) -> None:
+    """Configuration, with the type that most elements of `dtypes` have, tokenizer and what belongs to it.
+
+    What the source says of how its own weights are quantised does not come along; `quantisation` takes its place.
+    """
+    config = _with_dtype(without_quantisation(read_config(source)), dtypes)
+    if quantisation is not None:
+        config["quantization_config"] = dict(quantisation)
+    _write_json(folder / "config.json", config)
     for file in COPIED_FILES:
         if (source / file).is_file():
             shutil.copyfile(source / file, folder / file)

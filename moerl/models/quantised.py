@@ -28,6 +28,7 @@ _SCALES = ("_scale_inv", "_scale")
 _INPUT_SCALE = ".input_scale"
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_PLAIN_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 Kind = Literal["fp8", "mxfp4", "int4"]
 
@@ -61,7 +62,7 @@ class Dequantised:
         dtype: torch.dtype = torch.bfloat16,
         transposes_mxfp4: bool = True,
     ) -> None:
-        """`settings` is `quantization_config`; headers alone are read.
+        """`settings` is `quantization_config`; of the weights headers alone are read.
 
         Raises:
             CheckpointError: a float8 tensor without its scale, a scale without its weight or of a shape that fits
@@ -109,15 +110,22 @@ class Dequantised:
         return dequantise_fp8(weight, scale.reshape(place.grid), place.block, dtype=self._dtype)
 
     def get_slice(self, name: str, expert: int, start: int, stop: int) -> Tensor:
-        """`tensor[expert, start:stop]`; of a fused tensor no more than one expert is ever in memory."""
+        """`tensor[expert, start:stop]`: those rows and the scales of their blocks are read, nothing else.
+
+        Of MXFP4 that is shown transposed, the expert is read, since its rows run through all of the stored ones.
+        """
         place = self._stored.get(name)
         if place is None:
             return self._source.get_slice(name, expert, start, stop)
         if place.kind == "mxfp4":
             return self._mxfp4_slice(place, expert, start, stop)
         weight = self._source.get_slice(place.weight, expert, start, stop)
-        scale = self._source.get(place.scale).reshape(-1, *place.grid)[expert]
-        return dequantise_fp8(weight, scale, place.block, dtype=self._dtype, first_row=start)
+        first, last = start // place.block[0], -(-stop // place.block[0])
+        if len(self._source.shape(place.scale)) == 3:
+            scale = self._source.get_slice(place.scale, expert, first, last)
+        else:  # one for each expert, or for each of its rows: few
+            scale = self._source.get(place.scale).reshape(-1, *place.grid)[expert, first:last]
+        return dequantise_fp8(weight, scale, place.block, dtype=self._dtype, first_row=start - first * place.block[0])
 
     def _mxfp4_slice(self, place: _Stored, expert: int, start: int, stop: int) -> Tensor:
         if not self._transposes:
@@ -233,15 +241,32 @@ class Dequantised:
             )
 
 
-def plain_source(source: WeightSource, hf: HFConfig, *, dtype: torch.dtype = torch.bfloat16) -> WeightSource:
-    """`source` itself where nothing is quantised, else dequantised to `dtype`.
+def quantisation_of(hf: HFConfig) -> Mapping[str, Any] | None:
+    """What config.json says of how weights are stored; None where they are plain.
+
+    Raises:
+        CheckpointError: it is no JSON object.
+    """
+    found = {field: hf[field] for field in QUANTISATION_FIELDS if hf.get(field)}
+    for field, settings in found.items():
+        if not isinstance(settings, Mapping):
+            raise CheckpointError(f"config.json: {field} is {settings!r}; a JSON object is needed")
+        return settings
+    return None
+
+
+def plain_source(source: WeightSource, hf: HFConfig) -> WeightSource:
+    """`source` itself where nothing is quantised, else dequantised to the type that config.json names, or bfloat16.
+
+    One folder stands for one plain model, whoever reads it: asking for float32 later widens the same values.
 
     Raises:
         CheckpointError: as `Dequantised`, or float8 tensors without a `quantization_config`.
     """
-    found = [hf[field] for field in QUANTISATION_FIELDS if hf.get(field)]
-    if found:
-        return Dequantised(source, found[0], dtype=dtype)
+    settings = quantisation_of(hf)
+    if settings is not None:
+        word = str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch.")
+        return Dequantised(source, settings, dtype=_PLAIN_DTYPES.get(word, torch.bfloat16))
     bare = next((name for name in sorted(source.names()) if source.dtype(name) in _FLOAT8), None)
     if bare is not None:
         raise CheckpointError(

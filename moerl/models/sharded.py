@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moerl.models.family import HFConfig, ModelFamily
 from moerl.models.hf_folder import HFFolder, WeightSource
+from moerl.models.quantised import plain_source
 from moerl.models.rules import GateUp, Rule, Shape, Vocab, padded_vocab_size
 from moerl.shards import Box, Shard, ShardReader, has_shards
 
@@ -186,12 +187,14 @@ class ShardedFolder:
 def open_weights(folder: Path, family: ModelFamily, hf: HFConfig, *, shards: Path | None = None) -> WeightSource:
     """The weights of a folder under Hugging Face names, whether they lie there as safetensors or as megatron's shards.
 
+    Quantised ones are shown as plain ones (`moerl.models.quantised`).
+
     `shards`: where the shards lie, where that is another folder.
 
     Raises:
-        CheckpointError: no weights, or damaged ones.
+        CheckpointError: no weights, damaged ones, or quantised ones without their scales.
     """
     shards = folder if shards is None else shards
     if has_shards(shards):
         return ShardedFolder(shards, family.weight_rules(hf))
-    return HFFolder(folder)
+    return plain_source(HFFolder(folder), hf)

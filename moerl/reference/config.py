@@ -20,7 +20,6 @@ _SIZES = (
 _PLAIN = {
     "hidden_act": ("silu", "silu"),
     "use_sliding_window": (False, False),
-    "quantization_config": (None, None),
 }
 _ONLY: dict[str, dict[str, tuple[Any, Any]]] = {
     "qwen3_moe": {**_PLAIN, "attention_bias": (False, False), "partial_rotary_factor": (1.0, 1.0)},

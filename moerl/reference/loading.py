@@ -18,18 +18,29 @@ def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Every (name, tensor) of `folder`: sharded (`model.safetensors.index.json`) or single `*.safetensors` files.
 
     Raises:
-        CheckpointError: no weights there, a shard that the index names is missing, or a file that cannot be read.
+        CheckpointError: no weights there, a shard that the index names is missing, a file that cannot be read, or
+            quantised weights.
     """
     folder = Path(folder)
     for path in _weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                    yield name, file.get_tensor(name)
+                    tensor = file.get_tensor(name)
+                    _refuse_quantised(path, name, tensor)
+                    yield name, tensor
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{path}: cannot be read as safetensors ({error}); download or export it anew"
             ) from error
+
+
+def _refuse_quantised(path: Path, name: str, tensor: Tensor) -> None:
+    if tensor.element_size() == 1:
+        raise CheckpointError(
+            f"{path}: {name} is {tensor.dtype}, and the reference model reads plain weights only; "
+            "make a plain folder of it with `moerl convert export`"
+        )
 
 
 def expected_shapes(cfg: ReferenceConfig) -> dict[str, tuple[int, ...]]:

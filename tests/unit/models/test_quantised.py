@@ -31,8 +31,8 @@ def blocks(values=None):
     return quantise_fp8_block(matrix() if values is None else values, BLOCK)
 
 
-def plain(tensors, settings=FP8, **more):
-    return plain_source(InMemory(tensors), {"quantization_config": settings}, **more)
+def plain(tensors, settings=FP8, **fields):
+    return plain_source(InMemory(tensors), {"quantization_config": settings, **fields})
 
 
 @pytest.mark.parametrize("ending", ["_scale_inv", "_scale"])
@@ -68,7 +68,7 @@ def test_one_scale_for_a_tensor(shape, settings):
         "a.weight_scale": torch.full(shape, 0.5),
         "a.input_scale": torch.tensor(3.0),
     }
-    source = plain(stored, settings, dtype=torch.float32)
+    source = plain(stored, settings, torch_dtype="float32")
     assert source.names() == {"a.weight"}
     assert torch.equal(source.get("a.weight"), weight.float() * 0.5)
 
@@ -77,7 +77,7 @@ def test_one_scale_for_a_tensor(shape, settings):
 def test_a_scale_for_each_channel_only_where_the_configuration_says_so(shape):
     weight, scale = matrix().to(torch.float8_e4m3fn), torch.arange(1.0, 11).view(shape).to(torch.bfloat16)
     stored = {"a.weight": weight, "a.weight_scale": scale}
-    found = plain(stored, channel(), dtype=torch.float32).get("a.weight")
+    found = plain(stored, channel(), torch_dtype="float32").get("a.weight")
     assert torch.equal(found, weight.float() * torch.arange(1.0, 11)[:, None])
     with pytest.raises(CheckpointError, match=r"fits no layout .*allowed: \[3, 3\], \[1, 1\]"):
         plain(stored, channel("block", block_structure=[4, 8]))
@@ -100,6 +100,43 @@ def test_fused_experts_are_read_in_parts():
     whole = torch.stack([dequantise_fp8(*part, BLOCK) for part in parts])
     assert torch.equal(source.get("experts.gate_up_proj"), whole)
     assert torch.equal(source.get_slice("experts.gate_up_proj", 2, 3, 9), whole[2, 3:9])
+
+
+class Counting(InMemory):
+    """Notes what is read."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.seen = []
+
+    def get(self, name):
+        self.seen.append((name, "all"))
+        return super().get(name)
+
+    def get_slice(self, name, expert, start, stop):
+        self.seen.append((name, expert, start, stop))
+        return super().get_slice(name, expert, start, stop)
+
+
+def test_a_part_reads_its_rows_and_their_scales_alone():
+    parts = [blocks(matrix(rows=22, seed=e)) for e in range(3)]
+    stored = {
+        "gate_up_proj": torch.stack([weight for weight, _ in parts]),
+        "gate_up_proj_scale_inv": torch.stack([scale for _, scale in parts]),
+    }
+    counting = Counting(stored)
+    source = plain_source(counting, {"quantization_config": FP8})
+    assert counting.seen == []
+    found = source.get_slice("gate_up_proj", 1, 6, 13)
+    assert counting.seen == [("gate_up_proj", 1, 6, 13), ("gate_up_proj_scale_inv", 1, 1, 4)]
+    assert torch.equal(found, dequantise_fp8(*parts[1], BLOCK)[6:13])
+
+
+def test_fused_experts_with_one_scale_each():
+    weight = torch.stack([matrix(seed=e) for e in range(3)]).to(torch.float8_e4m3fn)
+    source = plain({"experts": weight, "experts_scale": torch.tensor([1.0, 2.0, 0.5])}, torch_dtype="float32")
+    assert torch.equal(source.get("experts"), weight.float() * torch.tensor([1.0, 2.0, 0.5])[:, None, None])
+    assert torch.equal(source.get_slice("experts", 1, 3, 7), weight[1, 3:7].float() * 2)
 
 
 def test_mxfp4_in_both_orientations():
@@ -130,7 +167,7 @@ def test_packed_integers():
         "a.weight_scale": scale,
         "a.weight_shape": torch.tensor([3, 16]),
     }
-    source = plain(stored, settings, dtype=torch.float32)
+    source = plain(stored, settings, torch_dtype="float32")
     assert source.names() == {"a.weight"}
     assert torch.equal(source.get("a.weight"), (codes - 8) * scale.repeat_interleave(8, dim=1))
     with pytest.raises(CheckpointError, match="symmetric"):
@@ -152,7 +189,11 @@ REFUSED = {
     "two scales": ({"a.weight": WEIGHT, "a.weight_scale": SCALE, "a.weight_scale_inv": SCALE}, FP8, "exactly one of"),
     "shape": ({"a.weight": WEIGHT, "a.weight_scale_inv": SCALE[:2]}, FP8, r"shape \[2, 3\].*allowed: \[3, 3\]"),
     "column": ({"a.weight": WEIGHT, "a.weight_scale_inv": torch.ones(10, 1)}, FP8, "fits no layout"),
-    "orphan": ({"a.weight": matrix(), "a.weight_scale_inv": SCALE}, FP8, "'a.weight_scale_inv' has no quantised weight"),
+    "orphan": (
+        {"a.weight": matrix(), "a.weight_scale_inv": SCALE},
+        FP8,
+        "'a.weight_scale_inv' has no quantised weight",
+    ),
     "input scale": ({"a.weight": matrix(), "a.input_scale": torch.ones(())}, FP8, "'a.input_scale' has no quantised"),
     "method": ({"a.weight": WEIGHT}, {"quant_method": "awq"}, "quant_method 'awq'.*allowed: fp8"),
     "algorithm": ({"a.weight": WEIGHT}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),

@@ -237,7 +237,6 @@ def test_config_reads_both_generations_of_transformers():
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_theta": None}, "rope_theta is missing"),
         ({"num_experts_per_tok": 8}, "num_experts_per_tok=8"),

@@ -1,0 +1,109 @@
+"""A folder with FP8 blocks goes wherever a plain one does: imported, exported, verified, inspected, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from quantised_folders import SETTINGS, edit_config, read_files, save_fp8, write_files
+
+from moerl.__main__ import main
+from moerl.convert.compare import compare_forwards, compare_weights
+from moerl.convert.exports import export_checkpoint
+from moerl.convert.imports import Options, import_checkpoint
+from moerl.convert.layouts import Layout
+from moerl.convert.places import find
+from moerl.errors import CheckpointError
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module", params=["dense_first", "sigmoid", "shared"])
+def fp8(request, tmp_path_factory):
+    return save_fp8(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture
+def small(tmp_path) -> Path:
+    return save_fp8(tmp_path / "fp8", "softmax")[0]
+
+
+def edit(folder: Path, **changes) -> None:
+    """Set stored tensors; None takes one away."""
+    kept = {name: t for name, t in (read_files(folder) | changes).items() if t is not None}
+    write_files(folder, {"a.safetensors": kept, "b.safetensors": {}})
+
+
+def test_import_and_export_give_the_plain_model_that_it_stands_for(fp8, tmp_path):
+    folder, plain = fp8
+    import_checkpoint(find(folder), tmp_path / "shards", Layout(tensor=2, expert=2), Options(threads=2))
+    export_checkpoint(find(tmp_path / "shards"), tmp_path / "back", Options(max_file_bytes=200_000))
+    export_checkpoint(find(folder), tmp_path / "direct", Options())
+    for out in (tmp_path / "back", tmp_path / "direct"):
+        found = read_files(out)
+        assert found.keys() == plain.keys()
+        for name, tensor in plain.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor), name
+        config = json.loads((out / "config.json").read_text())
+        assert "quantization_config" not in config
+        assert config["dtype"] == "bfloat16"
+    assert "quantization_config" not in json.loads((tmp_path / "shards" / "config.json").read_text())
+
+
+def test_verify_sees_one_model_in_both_forms(fp8, tmp_path):
+    folder, _ = fp8
+    import_checkpoint(find(folder), tmp_path / "shards", Layout(pipeline=2), Options())
+    assert not compare_weights(find(folder), find(tmp_path / "shards")).differences
+    for second in (tmp_path / "shards", folder):
+        said = compare_forwards(find(folder), find(second), num_tokens=24, seed=0)
+        assert said.by == ("transformers", "megatron")
+        assert said.logprob_gap < 1e-5
+        assert said.routes_differing == 0 < said.num_routes
+
+
+def test_verify_sees_one_scale_that_is_another(small, tmp_path):
+    import_checkpoint(find(small), tmp_path / "shards", Layout(), Options())
+    scale = read_files(small)[f"{QUERY}_scale_inv"].clone()
+    scale[1, 1] *= 2  # rows 128 to 143, columns 128 to 199
+    edit(small, **{f"{QUERY}_scale_inv": scale})
+    (difference,) = compare_weights(find(small), find(tmp_path / "shards")).differences
+    assert difference.name == QUERY
+    assert difference.what.startswith("1151 of 28800 values differ") or difference.what.startswith("1152 of")
+
+
+def test_inspect_says_how_it_is_stored_and_what_is_read(small, capsys):
+    assert main(["convert", "inspect", str(small)]) == 0
+    told = capsys.readouterr().out
+    assert "stored as fp8 in blocks of 128 x 128" in told
+    assert main(["convert", "inspect", str(small), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["quantised"] == SETTINGS
+    assert found["tensors"][QUERY] == {"shape": [144, 200], "dtype": "bfloat16"}
+    assert not any("scale" in name for name in found["tensors"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "told"),
+    [
+        ({f"{QUERY}_scale_inv": None}, {}, f"float8 tensor '{QUERY}' has no scale"),
+        ({QUERY: None}, {}, f"scale '{QUERY}_scale_inv' has no quantised weight"),
+        ({f"{QUERY}_scale_inv": torch.ones(2, 1)}, {}, r"has shape \[2, 1\].*allowed: \[2, 2\]"),
+        ({f"{QUERY}_scale_inv": torch.ones(144, 1)}, {}, r"has shape \[144, 1\]"),
+        ({}, {"quantization_config": {**SETTINGS, "quant_method": "gptq"}}, "quant_method 'gptq'"),
+        ({}, {"quantization_config": "fp8"}, "quantization_config is 'fp8'"),
+        ({}, {"quantization_config": None}, "config.json has no quantization_config"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(small, tmp_path, changes, config, told):
+    edit(small, **changes)
+    edit_config(small, **config)
+    for convert in (
+        lambda place: import_checkpoint(place, tmp_path / "out", Layout(), Options()),
+        lambda place: export_checkpoint(place, tmp_path / "out", Options()),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            convert(find(small))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8"]
