@@ -8,23 +8,18 @@ is exact (a query never sees what comes after it) and no [t, t] mask is built.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moerl.mcore.router_replay import ReplayRouter
 from moerl.mcore.rows import RowPlan
 
 
@@ -188,7 +183,10 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedLayout,
         **_: Any,
     ) -> Tensor:
-        """[m, heads, d] each (fewer heads in key and value under grouped queries) -> [m, heads * d]."""
+        """[m, heads, d] each (fewer heads in key and value under grouped queries) -> [m, heads * d].
+
+        Values may have a width of their own, which is then that of the result.
+        """
         layout = packed_seq_params
         if layout.groups is not None:
             assert layout.collect is not None
@@ -198,8 +196,9 @@ class PackedAttention(MegatronModule):
                 parts.append(self._attend(asking, keys, values, None))
             return torch.cat(parts).index_select(0, layout.collect)
         if layout.spread_keys is not None:
-            both = torch.cat([key, value], 1)
-            key, value = gather_from_sequence_parallel_region(both, group=self._context).chunk(2, 1)
+            both = torch.cat([key, value], -1)
+            widths = [key.shape[-1], value.shape[-1]]
+            key, value = gather_from_sequence_parallel_region(both, group=self._context).split(widths, -1)
         query = self._spread(query, layout.spread, layout.num_seqs)
         places = layout.spread if layout.spread_keys is None else layout.spread_keys
         key, value = (self._spread(x, places, layout.num_seqs) for x in (key, value))
@@ -207,7 +206,13 @@ class PackedAttention(MegatronModule):
         return out if layout.collect is None else out.index_select(0, layout.collect)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
-        """[n, heads, longest, d] each -> [n * longest, heads * d]; None of `visible`: plainly causal."""
+        """[n, heads, longest, d] each -> [n * longest, heads * d]; None of `visible`: plainly causal.
+
+        The kernels that build no [longest, longest] want one width, so what is narrower is filled up with zeros.
+        """
+        wanted = value.shape[-1]
+        width = max(query.shape[-1], wanted)
+        query, key, value = (_widened(x, width) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
             query,
             key,
@@ -218,7 +223,7 @@ class PackedAttention(MegatronModule):
             enable_gqa=query.shape[1] != key.shape[1],
             dropout_p=self.config.attention_dropout if self.training else 0.0,
         )
-        return out.transpose(1, 2).flatten(0, 1).flatten(1)
+        return out[..., :wanted].transpose(1, 2).flatten(0, 1).flatten(1)
 
     @staticmethod
     def _spread(packed: Tensor, places: Tensor | None, num_seqs: int) -> Tensor:
@@ -230,6 +235,10 @@ class PackedAttention(MegatronModule):
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """No parameters, nothing to save."""
         return {}
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
 class RMSNorm(torch.nn.Module):
@@ -270,40 +279,3 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         assert packed_seq
         assert self.angles is not None
         return self.get_emb(max_seq_len, offset).index_select(0, self.angles)
-
-
-def block_spec(config: TransformerConfig, *, use_te: bool, vp_stage: int | None = None) -> Any:
-    """Megatron's decoder spec with this room's router; without TransformerEngine, its attention and norm too."""
-    spec: Any = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
-    )
-    for layer in spec.layer_specs:
-        parts: Any = layer.submodules
-        parts.mlp = _with_replay_router(parts.mlp)
-        if use_te:
-            continue
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        if _has_experts(parts.mlp):
-            # In a checkpoint megatron gives norms the names of TransformerEngine's fused layers; the norm before
-            # experts is not fused there either, and keeps its name.
-            parts.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
-        attention = parts.self_attention.submodules
-        attention.core_attention = PackedAttention
-        for name in ("q_layernorm", "k_layernorm"):
-            if getattr(attention, name) is not IdentityOp:
-                setattr(attention, name, RMSNorm)
-    if not use_te:
-        spec.layer_norm = RMSNorm
-    return spec
-
-
-def _has_experts(mlp: Any) -> bool:
-    return isinstance(mlp.keywords.get("submodules"), MoESubmodules)
-
-
-def _with_replay_router(mlp: Any) -> Any:
-    """The builder of an MoE layer with `ReplayRouter`; a dense layer's builder as it is."""
-    if not _has_experts(mlp):
-        return mlp
-    replaced = dataclasses.replace(mlp.keywords["submodules"], router=ReplayRouter)
-    return functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": replaced})

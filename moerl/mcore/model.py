@@ -13,13 +13,14 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from moerl.config.schema import ModelSection, PrecisionSection
 from moerl.errors import CheckpointError, ConfigError
+from moerl.mcore.block_spec import block_spec
 from moerl.mcore.guards import refuse_silent_faults, warn_without_grouped_gemm
-from moerl.mcore.local_spec import PackedRotaryEmbedding, block_spec, packed_layout
+from moerl.mcore.local_spec import PackedRotaryEmbedding, packed_layout
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import RouteController
 from moerl.mcore.rows import Predictions, RowPlan, predictions
@@ -117,7 +118,12 @@ def transformer_config(
         )
     fields.update(_recompute(precision.recompute))
     fields.update(_implementation())
-    config = TransformerConfig(
+    kind = TransformerConfig
+    if fields.get("multi_latent_attention"):  # every attention rotates by itself, and is told how by the settings
+        kind = MLATransformerConfig
+        fields |= {name: source.kwargs[name] for name in ("rotary_base", "rotary_percent")}
+        fields["apply_rope_fusion"] = False
+    config = kind(
         **fields,
         activation_func=F.silu,
         params_dtype=dtype,
@@ -278,7 +284,7 @@ def _build_chunk(
         **arguments,
     )
     model.true_vocab_size = vocab
-    if not use_te:
+    if not use_te and not config.multi_latent_attention:
         model.rotary_pos_emb = PackedRotaryEmbedding(
             kv_channels=kwargs["kv_channels"],
             rotary_percent=arguments["rotary_percent"],

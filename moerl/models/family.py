@@ -101,7 +101,6 @@ _NO_EXPERTS = "it has no experts, and the learner and its metrics ask for at lea
 UNSUPPORTED: dict[str, str] = {
     "DeepseekV2ForCausalLM": f"{_LATENT_ATTENTION}, and megatron-core scores groups of experts by a sum where "
     "its larger model takes the largest",
-    "DeepseekV3ForCausalLM": _LATENT_ATTENTION,
     "Glm4MoeLiteForCausalLM": _LATENT_ATTENTION,
     "GptOssForCausalLM": "attention over packed sequences has neither sinks nor a sliding window without "
     "TransformerEngine",

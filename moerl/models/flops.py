@@ -52,13 +52,25 @@ def forward_flops(kwargs: Mapping[str, Any], lengths: Iterable[int], *, has_head
     pairs = sum(length * (length + 1) / 2 for length in lengths)
     per_token = sum(_layer(kwargs, bool(is_moe)) for is_moe in kwargs["moe_layer_freq"])
     layers = kwargs["num_layers"]
-    projections = layers * 2 * hidden * width * (2 * heads + 2 * groups)
+    value_width = kwargs.get("v_head_dim", width)
+    latent = kwargs.get("multi_latent_attention")
+    projections = layers * (_latent(kwargs) if latent else 2 * hidden * width * (2 * heads + 2 * groups))
     columns = kwargs["vocab_size"] if has_head else 1
     return Flops(
         layers=tokens * (per_token + projections),
-        attention=layers * 2 * 2 * heads * width * pairs,
+        attention=layers * 2 * heads * (width + value_width) * pairs,
         head=tokens * 2 * hidden * columns,
     )
+
+
+def _latent(kwargs: Mapping[str, Any]) -> float:
+    """Of one token in the projections of a layer of latent attention."""
+    hidden, heads, rank = kwargs["hidden_size"], kwargs["num_attention_heads"], kwargs["kv_lora_rank"]
+    plain, rotated, value = (kwargs[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
+    query, query_rank = heads * (plain + rotated), kwargs["q_lora_rank"]
+    weights = hidden * query if query_rank is None else query_rank * (hidden + query)
+    weights += hidden * (rank + rotated) + rank * heads * (plain + value) + heads * value * hidden
+    return 2 * weights
 
 
 def _layer(kwargs: Mapping[str, Any], is_moe: bool) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 from moerl.errors import CheckpointError
 from moerl.models.family import FusedSlice, HFConfig
 from moerl.models.hf_config import required
+from moerl.models.latent_attention import LatentAttention, latent_rules
 from moerl.models.rules import QKV, Copy, GateUp, Rule, Vocab
 
 COMMON_FIELDS = frozenset(
@@ -62,6 +63,8 @@ class DecoderShape:
     is_moe: tuple[bool, ...]
     """[L]."""
     is_tied: bool
+    latent: LatentAttention | None = None
+    """Attention by latents, with as many key heads as heads; `head_dim` is that of its queries."""
     has_qk_norm: bool = False
     has_qkv_bias: bool = False
     has_expert_bias: bool = False
@@ -203,10 +206,19 @@ def _vocab_rule(megatron: str, name: str, shape: DecoderShape, multiple: int) ->
 
 
 def _attention_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
+    hf, megatron, h = f"model.layers.{layer}", f"decoder.layers.{layer}", shape.hidden
+    yield _copy(f"{megatron}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (h,), layer)
+    if shape.latent is not None:
+        yield from latent_rules(shape.latent, h, shape.heads, layer)
+    else:
+        yield from _head_rules(shape, layer)
+    yield _copy(f"{megatron}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (h,), layer)
+
+
+def _head_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
     hf, megatron = f"model.layers.{layer}", f"decoder.layers.{layer}"
     h, d = shape.hidden, shape.head_dim
     rows = (shape.heads * d, shape.groups * d, shape.groups * d)
-    yield _copy(f"{megatron}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (h,), layer)
     for kind in ("weight", "bias") if shape.has_qkv_bias else ("weight",):
         yield QKV(
             megatron_name=f"{megatron}.self_attention.linear_qkv.{kind}",
@@ -223,7 +235,6 @@ def _attention_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
         yield _copy(norm, f"{hf}.self_attn.{part}_norm.weight", (d,), layer)
     proj = f"{megatron}.self_attention.linear_proj.weight"
     yield _copy(proj, f"{hf}.self_attn.o_proj.weight", (h, shape.heads * d), layer, axis=1)
-    yield _copy(f"{megatron}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (h,), layer)
 
 
 def _moe_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:

@@ -63,6 +63,7 @@ class ShardedNames:
     def __init__(self, rules: Sequence[Rule]) -> None:
         """`rules` of the whole model."""
         self._moe_layers = {rule.layer for rule in rules if rule.is_expert}
+        self._latent_layers = {rule.layer for rule in rules if ".linear_kv_up_proj." in rule.megatron_name}
         self._experts: dict[str, int] = {}
         for rule in rules:
             if rule.expert is not None:
@@ -74,7 +75,11 @@ class ShardedNames:
         name = rule.megatron_name
         if rule.is_expert:
             return name.replace(f".local_experts.{rule.expert}.", ".experts.", 1)
-        name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_", 1)
+        if rule.layer in self._latent_layers:  # the norm before latent attention is fused nowhere, those inside it are
+            for part in ("q", "kv"):
+                name = name.replace(f".{part}_layernorm.", f".linear_{part}_up_proj.layer_norm_", 1)
+        else:
+            name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_", 1)
         if rule.layer not in self._moe_layers:
             name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_", 1)
         return name

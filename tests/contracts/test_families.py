@@ -119,6 +119,57 @@ SAMPLES = {
             tie_word_embeddings=True,
         ),
     },
+    "deepseek_v3": {
+        "released_kind": dict(
+            vocab_size=37,
+            hidden_size=20,
+            intermediate_size=28,
+            moe_intermediate_size=12,
+            n_shared_experts=3,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            q_lora_rank=16,
+            kv_lora_rank=8,
+            qk_nope_head_dim=10,
+            qk_rope_head_dim=4,
+            v_head_dim=6,
+            n_routed_experts=8,
+            num_experts_per_tok=4,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=2,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 40,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        ),
+        "moonlight_kind_tied": dict(
+            vocab_size=41,
+            hidden_size=16,
+            intermediate_size=16,
+            moe_intermediate_size=16,
+            n_shared_experts=1,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            q_lora_rank=None,
+            kv_lora_rank=14,
+            qk_nope_head_dim=4,
+            qk_rope_head_dim=2,
+            v_head_dim=10,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            tie_word_embeddings=True,
+        ),
+    },
     "glm4_moe": {
         "large_kind": dict(
             vocab_size=37,
@@ -254,7 +305,9 @@ def test_settings_are_plain_values_that_megatron_knows(checkpoint):
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("megatron-core is not installed")
     core = Path(next(iter(spec.submodule_search_locations))) / "core"
-    known = _class_fields(core / "transformer" / "transformer_config.py", "TransformerConfig")
+    classes = ("TransformerConfig", "MLATransformerConfig" if settings.get("multi_latent_attention") else None)
+    settings_file = core / "transformer" / "transformer_config.py"
+    known = {field for name in classes if name for field in _class_fields(settings_file, name)}
     known |= _class_fields(core / "model_parallel_config.py", "ModelParallelConfig")
     gpt = _constructor_arguments(core / "models" / "gpt" / "gpt_model.py", "GPTModel")
     assert settings.keys() - GPT_ARGUMENTS <= known

@@ -32,7 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """Preset -> changes to it."""
 ROUTINGS = ("none", "R2", "R3")
-ROUTERS = ("softmax", "dense_first", "sigmoid", "shared")
+ROUTERS = ("softmax", "dense_first", "sigmoid", "shared", "latent")
 """Keys of `tiny_models.KINDS`."""
 
 OF_A_LAYOUT = {"data/padding_fraction"}

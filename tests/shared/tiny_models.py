@@ -45,6 +45,35 @@ QWEN2 = dict(
     hidden_size=48,
     rope_parameters=FULL_ROPE,
 )
+YARN_ROPE = dict(
+    rope_type="yarn",
+    rope_theta=1e4,
+    factor=4.0,
+    original_max_position_embeddings=64,
+    beta_fast=16.0,
+    beta_slow=0.5,
+    mscale=0.8,
+    mscale_all_dim=0.6,
+)
+LATENT = dict(
+    n_routed_experts=6,
+    num_experts_per_tok=3,
+    n_shared_experts=2,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.5,
+    norm_topk_prob=True,
+    num_key_value_heads=6,
+    head_dim=None,
+    rms_norm_eps=1e-3,  # of the norms of latents it is 1e-6 whatever this says
+    q_lora_rank=22,
+    kv_lora_rank=18,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=14,
+    rope_parameters=YARN_ROPE,
+)
 
 MIXTRAL = dict(num_local_experts=6, num_experts_per_tok=3, moe_intermediate_size=None, rope_parameters=FULL_ROPE)
 
@@ -70,12 +99,15 @@ class Kind:
         return int(self.sizes["num_experts_per_tok"])
 
 
+NULLABLE = frozenset({"q_lora_rank"})
+"""Sizes that may be None, which says something; of others it takes the key away."""
 KINDS = {
     "softmax": Kind("Qwen3MoeForCausalLM", QWEN3, 4),
     "dense_first": Kind("Qwen3MoeForCausalLM", {**QWEN3, "mlp_only_layers": [0]}, 3),
     "sigmoid": Kind("Glm4MoeForCausalLM", GLM, 3),
     "mixtral": Kind("MixtralForCausalLM", MIXTRAL, 4),
     "shared": Kind("Qwen2MoeForCausalLM", QWEN2, 4),
+    "latent": Kind("DeepseekV3ForCausalLM", LATENT, 3),
 }
 
 
@@ -86,6 +118,7 @@ def make_model(name: str, *, seed: int = 3, **overrides: Any) -> Any:
     kind = KINDS[name]
     model_class = getattr(transformers, kind.architecture)
     sizes = {key: value for key, value in {**COMMON, **kind.sizes, **overrides}.items() if value is not None}
+    sizes |= {key: value for key, value in overrides.items() if key in NULLABLE}
     torch.manual_seed(seed)
     model = model_class._from_config(model_class.config_class(**sizes), attn_implementation="eager").float().eval()
     model.set_experts_implementation("eager")  # the default, grouped_mm, refuses odd widths

@@ -1,0 +1,64 @@
+"""Megatron's decoder spec with the parts of this room in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from moerl.mcore.latent_attention import SAVED_NAMES, LatentAttention
+from moerl.mcore.local_spec import PackedAttention, RMSNorm
+from moerl.mcore.router_replay import ReplayRouter
+
+
+def block_spec(config: TransformerConfig, *, use_te: bool, vp_stage: int | None = None) -> Any:
+    """Megatron's decoder spec with this room's router; without TransformerEngine, its attention and norm too."""
+    spec: Any = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    for layer in spec.layer_specs:
+        parts: Any = layer.submodules
+        parts.mlp = _with_replay_router(parts.mlp)
+        if use_te:
+            continue
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        if _has_experts(parts.mlp):
+            # In a checkpoint megatron gives norms the names of TransformerEngine's fused layers; the norm before
+            # experts is not fused there either, and keeps its name.
+            parts.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+        parts.self_attention.submodules.core_attention = PackedAttention
+        if config.multi_latent_attention:
+            _latent(parts)
+            continue
+        attention = parts.self_attention.submodules
+        for name in ("q_layernorm", "k_layernorm"):
+            if getattr(attention, name) is not IdentityOp:
+                setattr(attention, name, RMSNorm)
+    if not use_te:
+        spec.layer_norm = RMSNorm
+    return spec
+
+
+def _latent(parts: Any) -> None:
+    parts.self_attention.module = LatentAttention
+    names = dict(SAVED_NAMES)
+    if not _has_experts(parts.mlp):
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    parts.sharded_state_dict_keys_map = names
+
+
+def _has_experts(mlp: Any) -> bool:
+    return isinstance(mlp.keywords.get("submodules"), MoESubmodules)
+
+
+def _with_replay_router(mlp: Any) -> Any:
+    """The builder of an MoE layer with `ReplayRouter`; a dense layer's builder as it is."""
+    if not _has_experts(mlp):
+        return mlp
+    replaced = dataclasses.replace(mlp.keywords["submodules"], router=ReplayRouter)
+    return functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": replaced})

@@ -1,0 +1,92 @@
+"""Latent attention (DeepSeek-V3, Moonlight, Kimi-K2) in the learner: packed, against transformers, and by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import FULL_ROPE, YARN_ROPE, forward_of, make_model
+
+GROUPS = dict(n_routed_experts=12, num_experts_per_tok=4, n_group=3, topk_group=2, first_k_dense_replace=2)
+VARIANTS = {
+    "yarn": {},
+    "moonlight": dict(q_lora_rank=None, rope_parameters=FULL_ROPE, n_shared_experts=1),
+    "kimi": dict(q_lora_rank=None, rope_parameters={**YARN_ROPE, "beta_fast": 1.0, "beta_slow": 1.0}, **GROUPS),
+    "wide_values": dict(v_head_dim=20, rope_parameters={**YARN_ROPE, "mscale": None, "mscale_all_dim": 0.7}),
+    "square": dict(
+        hidden_size=48, q_lora_rank=48, kv_lora_rank=48, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
+    ),
+}
+"""Every one as `tiny_models.KINDS` has it but for these."""
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def both(request, tmp_path_factory):
+    """transformers' model, and its folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_model("latent", **VARIANTS[request.param])
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.fixture(scope="module")
+def micro(kit):
+    return kit.make_micro([5, 1, 70, 9], vocab=54)
+
+
+def gradients_of(model, loss):
+    """By on-disk name."""
+    model.zero_grad()
+    loss.backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        stem, _, fused = name.rpartition(".")
+        if fused not in ("gate_up_proj", "down_proj"):
+            found[name] = grad
+            continue
+        for e, part in enumerate(grad):
+            pieces = zip(("gate_proj", "up_proj"), part.chunk(2), strict=True) if fused[0] == "g" else [(fused, part)]
+            found |= {f"{stem}.{e}.{kind}.weight": piece for kind, piece in pieces}
+    return found
+
+
+def test_logprobs_and_routes_equal_transformers(kit, both, micro):
+    model, folder = both
+    policy = kit.make_policy(folder)
+    with torch.no_grad():
+        logprobs, routes = forward_of(model, micro)
+    assert (policy.logprobs(micro) - logprobs).abs().max() < 1e-5
+    live = torch.nonzero(micro.mask & (micro.position_ids > 0))[:, 0] - 1
+    (stats,) = policy.observe([micro])
+    assert torch.equal(stats.own_routes.sort(-1).values, routes[live].sort(-1).values)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_gradients_of_nll_equal_transformers(kit, both, micro, recompute):
+    model, folder = both
+    logprobs, _ = forward_of(model, micro)
+    theirs = gradients_of(model, -(micro.weights.policy * torch.where(micro.mask, logprobs, 0)).sum())
+    ours = kit.make_policy(folder, recompute=recompute).gradients([micro], kit.Nll())
+    assert ours.keys() == theirs.keys()
+    largest = max(float(grad.abs().max()) for grad in theirs.values())
+    for name, grad in theirs.items():
+        assert float((ours[name] - grad).abs().max()) < 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("variant", ["yarn", "moonlight"])
+def test_operations_are_those_that_torch_counts(kit, tmp_path, variant):
+    """Attention apart, which fills values up to the width of queries."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from moerl.models.family import family_of
+    from moerl.models.flops import forward_flops
+    from moerl.models.hf_folder import read_config
+
+    make_model("latent", **VARIANTS[variant]).save_pretrained(tmp_path)
+    policy, hf = kit.make_policy(tmp_path), read_config(tmp_path)
+    with FlopCounterMode(display=False) as counter:
+        policy.logprobs(kit.make_micro([24, 24], vocab=54))
+    flops = forward_flops(family_of(hf).transformer_kwargs(hf), [24, 24])
+    counted = {str(op): value for op, value in counter.get_flop_counts()["Global"].items()}
+    assert sum(value for op, value in counted.items() if "attention" not in op) == flops.layers + flops.head
+    assert flops.attention == 4 * 2 * 6 * (16 + 14) * 2 * 24 * 25 / 2
