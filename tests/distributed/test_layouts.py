@@ -37,6 +37,8 @@ LIMIT_SECONDS = 900
 
 BALANCED = ("tp2_pp2", "cp2_tp2_ep2", "cp2_pp2")
 """Also run with the balancing loss. It is a mean over micro-batches and data ranks, so one data rank is compared."""
+LATENT = (Case("tp2_ep2_dp2", "grpo", "none", "latent"), Case("cp2_tp2_ep2", "gspo", "R3", "latent"))
+"""Also run: the key that all heads share, cut over tensor ranks that the rotation of routers does not reach."""
 TOLERANCE = 2e-5
 """Of `1 + |value|`; of a tensor's largest entry for gradients; absolute for weights."""
 
@@ -51,6 +53,7 @@ def runs_of(cases: Sequence[Case], *, all_sgd: bool) -> list[tuple[Case, str]]:
     if all_sgd:
         return runs
     aux = [("softmax", "none"), ("sigmoid", "none"), ("shared", "none")]
+    runs += [(one, "adam") for one in LATENT]
     return runs + [
         (Case(name, "grpo", routing, router), AUX) for name, (router, routing) in zip(BALANCED, aux, strict=True)
     ]
