@@ -39,6 +39,7 @@ from moerl.mcore.step import MicroResult, StepRunner, TokenScores, own_routes
 from moerl.mcore.value_head import linear_values
 from moerl.mcore.weights import WeightMap
 from moerl.metrics import Last, Metrics, Sum, masked_mean, merge_into
+from moerl.models.family import refuse_unproven
 from moerl.shards import has_shards
 from moerl.types import MicroBatch, StepBatch
 
@@ -120,6 +121,7 @@ class MegatronCritic:
             CheckpointError: weights that do not fill the backbone, or a critic of another model.
         """
         source = read_source(model)
+        refuse_unproven(source.family)
         layout = initialize_parallel(parallel, seed)
         config = transformer_config(source, section=model, precision=precision, parallel=layout)
         chunks = build_chunks(source, config, layout, ValueModel)

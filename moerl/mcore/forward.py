@@ -11,6 +11,7 @@ from moerl.mcore.optim import wrap_chunks
 from moerl.mcore.parallel import initialize_parallel
 from moerl.mcore.step import StepRunner, own_routes
 from moerl.mcore.weights import WeightMap
+from moerl.models.family import refuse_unproven
 from moerl.types import MicroBatch, TokenWeights
 
 
@@ -30,6 +31,7 @@ def forward_once(source: ModelSource, token_ids: Tensor, probes: Tensor) -> tupl
         CheckpointError: weights that do not fill the model.
         ConfigError: a model that cannot be built here.
     """
+    refuse_unproven(source.family)
     layout = initialize_parallel(ParallelSection(), 0)
     section = ModelSection(path=str(source.folder))
     config = transformer_config(source, section=section, precision=PrecisionSection(), parallel=layout)

@@ -54,7 +54,8 @@ class PackedAngles(torch.nn.Module):
         self.inner = inner
         self.angles: Tensor | None = None
         if isinstance(inner, YarnRotaryEmbedding):  # tables for fused kernels
-            inner.cos_cached = inner.sin_cached = None
+            inner.register_buffer("cos_cached", None, persistent=False)
+            inner.register_buffer("sin_cached", None, persistent=False)
 
     def get_rotary_seq_len(self, *args: Any) -> int:
         """As in core; remembers the positions for the `forward` that follows."""

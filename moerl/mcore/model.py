@@ -118,12 +118,7 @@ def transformer_config(
         )
     fields.update(_recompute(precision.recompute))
     fields.update(_implementation())
-    kind = TransformerConfig
-    if fields.get("multi_latent_attention"):  # every attention rotates by itself, and is told how by the settings
-        kind = MLATransformerConfig
-        fields |= {name: source.kwargs[name] for name in ("rotary_base", "rotary_percent")}
-        fields["apply_rope_fusion"] = False
-    config = kind(
+    config = _kind(source, fields)(
         **fields,
         activation_func=F.silu,
         params_dtype=dtype,
@@ -154,6 +149,15 @@ def transformer_config(
     refuse_silent_faults(config, use_te=uses_transformer_engine())
     warn_without_grouped_gemm(has_cuda=torch.cuda.is_available(), use_te=uses_transformer_engine())
     return config
+
+
+def _kind(source: ModelSource, fields: dict[str, Any]) -> type[TransformerConfig]:
+    """Latent attention has settings of its own: every layer rotates by itself, without fused kernels."""
+    if not fields.get("multi_latent_attention"):
+        return TransformerConfig
+    fields |= {name: source.kwargs[name] for name in ("rotary_base", "rotary_percent")}
+    fields["apply_rope_fusion"] = False
+    return MLATransformerConfig
 
 
 def _recompute(mode: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from moerl.mcore.router_replay import Observation
 from moerl.mcore.step import MicroResult, Routes, StepRunner, TokenScores, own_routes, rollout_routes
 from moerl.mcore.weights import WeightMap
 from moerl.metrics import Mean, Metrics, Sum, masked_mean, merge_into
+from moerl.models.family import refuse_unproven
 from moerl.types import MicroBatch, RouterStats, StepBatch
 
 ROUTINGS = ("none", "R2", "R3", "frozen_router", "frozen_router_bias")
@@ -103,6 +104,7 @@ class MegatronPolicy:
         if routing not in ROUTINGS:
             raise ConfigError(f"algorithm.routing is {routing!r}; allowed: {', '.join(ROUTINGS)}")
         source = read_source(model)
+        refuse_unproven(source.family)
         layout = initialize_parallel(parallel, seed)
         check_balancing(model.router_bias_update_rate, routing, source)
         config = transformer_config(source, section=model, precision=precision, parallel=layout)

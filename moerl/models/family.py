@@ -95,13 +95,13 @@ MAPPING_ONLY = "mapping only"
 
 _LINEAR_ATTENTION = "its layers of lightning attention have no counterpart in megatron-core"
 _SPARSE_ATTENTION = "its indexer of sparse attention has no packed form here, and routes of tokens would not be exact"
-_LATENT_ATTENTION = "attention over packed sequences is not built here for multi-head latent attention"
+_NOT_COMPARED = "was not compared with transformers yet"
 _WIDE_NORMS = "its norms of queries and keys span all heads, where megatron-core's span one head"
 _NO_EXPERTS = "it has no experts, and the learner and its metrics ask for at least one layer of them"
 UNSUPPORTED: dict[str, str] = {
-    "DeepseekV2ForCausalLM": f"{_LATENT_ATTENTION}, and megatron-core scores groups of experts by a sum where "
-    "its larger model takes the largest",
-    "Glm4MoeLiteForCausalLM": _LATENT_ATTENTION,
+    "DeepseekV2ForCausalLM": "its larger model scores a group of experts by the best one, where megatron-core adds the "
+    f"best two, and the smaller one {_NOT_COMPARED}",
+    "Glm4MoeLiteForCausalLM": f"it {_NOT_COMPARED}",
     "GptOssForCausalLM": "attention over packed sequences has neither sinks nor a sliding window without "
     "TransformerEngine",
     "LlamaForCausalLM": _NO_EXPERTS,
@@ -118,6 +118,21 @@ UNSUPPORTED: dict[str, str] = {
     "MiniMaxText01ForCausalLM": _LINEAR_ATTENTION,
 }
 """Architecture in config.json -> why no family maps it: the end of a sentence that begins with its name."""
+
+
+def refuse_unproven(family: ModelFamily) -> None:
+    """Nothing trains, and no forward is trusted, through a mapping whose forward was never compared.
+
+    Raises:
+        ConfigError: `family` is registered as `MAPPING_ONLY`.
+    """
+    for plugin in map(families.get, families.names()):
+        if plugin.target is type(family) and plugin.traits["verified"] == MAPPING_ONLY:
+            raise ConfigError(
+                f"model family {plugin.name} ({', '.join(plugin.traits['architectures'])}) is verified as "
+                f"{MAPPING_ONLY!r}: its checkpoints can be converted, compared bit by bit and inspected, but nobody "
+                "showed that the learner computes what it computes, so it neither trains nor runs; use another model"
+            )
 
 
 def family_of(hf: HFConfig, name: str = "auto") -> ModelFamily:

@@ -172,3 +172,16 @@ def test_bf16_gradients_are_summed_in_float32_over_micro_batches(kit, tiny_folde
     assert all(grad.dtype is torch.float32 for grad in once.values())
     for name, grad in often.items():
         assert (grad - 64 * once[name]).abs().max() <= 1e-5 * grad.abs().max(), name
+
+
+@pytest.mark.parametrize("make", ["make_policy", "make_critic"])
+def test_a_family_whose_forward_was_never_compared_does_not_train(kit, tiny_folder, monkeypatch, make):
+    from dataclasses import replace
+
+    from moerl.models.family import MAPPING_ONLY, families
+
+    plugin = families.get("qwen3_moe")
+    traits = {**plugin.traits, "verified": MAPPING_ONLY}
+    monkeypatch.setitem(families._plugins, "qwen3_moe", replace(plugin, traits=traits))
+    with pytest.raises(ConfigError, match=r"qwen3_moe \(Qwen3MoeForCausalLM\) is verified as 'mapping only'"):
+        getattr(kit, make)(tiny_folder)
