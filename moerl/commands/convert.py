@@ -13,6 +13,8 @@ from moerl.errors import ConfigError
 from moerl.world import launched_world
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from moerl.convert.building import Built
@@ -24,6 +26,7 @@ HELP = """Convert checkpoints of MoE models to and from Hugging Face, bit for bi
   moerl convert import HF_DIR OUT --tensor 2 --expert 4     a Hugging Face folder -> a sharded Megatron checkpoint
   moerl convert export runs/demo-gspo OUT                   the newest checkpoint of a run -> a Hugging Face folder
   moerl convert export CHECKPOINT OUT --dtype bf16          also of a folder that `import` made
+  moerl convert export CHECKPOINT OUT --dtype fp8-block     with FP8 blocks, as DeepSeek and Qwen publish them
   moerl convert verify HF_DIR CHECKPOINT                    every tensor bit by bit, then logits and routes
   moerl convert inspect PATH                                what it is: family, parameters, types, layout, checksums
   moerl convert --list                                      the families, what is covered, how it was verified
@@ -33,6 +36,7 @@ conversion that was killed goes on where it was when the same command is started
   torchrun --standalone --nproc-per-node 8 -m moerl convert import HF_DIR OUT
 """
 DTYPES = ("keep", "bf16", "fp16", "fp32")
+EXPORT_DTYPES = (*DTYPES, "fp8-block")
 AXES = ("tensor", "pipeline", "virtual-pipeline", "expert", "expert-tensor")
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -49,13 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         come.add_argument(
             f"--{axis}", type=int, default=1, metavar="N", help=f"cut for parallel.{axis.replace('-', '_')}=N"
         )
-    _add_writing(come, "2GB", "largest file of the checkpoint (default %(default)s)")
+    _add_writing(come, DTYPES, "2GB", "largest file of the checkpoint (default %(default)s)")
     go = actions.add_parser("export", help="checkpoint of a run, or sharded checkpoint -> Hugging Face folder")
     go.add_argument(
         "source", type=Path, metavar="CHECKPOINT", help="a run (its newest), a step of one, or a converted folder"
     )
     go.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
-    _add_writing(go, "5GB", "largest file of the folder (default %(default)s)")
+    _add_writing(go, EXPORT_DTYPES, "5GB", "largest file of the folder (default %(default)s)")
     same = actions.add_parser("verify", help="compare two models, whatever form each has")
     same.add_argument("first", type=Path, metavar="A", help="a model in any form")
     same.add_argument("second", type=Path, metavar="B", help="another")
@@ -90,8 +94,8 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=min(4, os.cpu_count() or 1), help="default %(default)s")
 
 
-def _add_writing(parser: argparse.ArgumentParser, size: str, size_help: str) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, default="keep", help="of the weights (default %(default)s)")
+def _add_writing(parser: argparse.ArgumentParser, dtypes: Sequence[str], size: str, size_help: str) -> None:
+    parser.add_argument("--dtype", choices=dtypes, default="keep", help="of the weights (default %(default)s)")
     parser.add_argument(
         "--max-shard-size",
         type=num_bytes,
@@ -148,10 +152,12 @@ def _find(path: Path, args: argparse.Namespace) -> Place:
 
 def _options(args: argparse.Namespace) -> Options:
     from moerl.convert.imports import Options
-    from moerl.convert.precision import WORDS
+    from moerl.convert.precision import FP8_BLOCK, REST_OF_FP8, WORDS
 
+    is_fp8 = args.dtype == FP8_BLOCK
     return Options(
-        dtype=WORDS[args.dtype],
+        dtype=REST_OF_FP8 if is_fp8 else WORDS[args.dtype],
+        fp8_blocks=is_fp8,
         allowed=tuple(args.allow_unmapped),
         max_file_bytes=args.max_shard_size,
         threads=args.threads,

@@ -54,15 +54,27 @@ class PlannedFile:
 
 
 def planned_files(
-    tensors: Sequence[Described], max_bytes: int, name: Callable[[int], str]
+    tensors: Sequence[Described],
+    max_bytes: int,
+    name: Callable[[int], str],
+    *,
+    followers: frozenset[str] = frozenset(),
 ) -> tuple[list[PlannedFile], list[range]]:
-    """Cut `tensors` into files of at most `max_bytes` (a larger tensor has one of its own); and which went where."""
+    """Cut `tensors` into files of at most `max_bytes` (a larger tensor has one of its own); and which went where.
+
+    `followers` are names of tensors that stand in the file of the one before them.
+    """
     starts, held = [0], 0
-    for i, tensor in enumerate(tensors):
-        if held and held + tensor.num_bytes > max_bytes:
+    sizes = [tensor.num_bytes for tensor in tensors]
+    for i in reversed(range(1, len(tensors))):  # the first of several that stay together has the size of all
+        if tensors[i].name in followers:
+            sizes[i - 1] += sizes[i]
+            sizes[i] = 0
+    for i, size in enumerate(sizes):
+        if held and held + size > max_bytes and tensors[i].name not in followers:
             starts.append(i)
             held = 0
-        held += tensor.num_bytes
+        held += size
     spans = [range(a, b) for a, b in zip(starts, [*starts[1:], len(tensors)], strict=True)]
     return [PlannedFile(name(i), tuple(tensors[j] for j in span)) for i, span in enumerate(spans)], spans
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from moerl.convert.building import Building, Built, Show, planned_files
+from moerl.convert.fp8_folders import fp8_blocks, fp8_names, quantization_config, with_scales
 from moerl.convert.imports import Options, elements_by_dtype, left_out, manifest_of, refuse_same_folder
 from moerl.convert.places import HF_MANIFEST, Place
 from moerl.convert.precision import cast, written_dtype
@@ -34,30 +35,38 @@ def export_checkpoint(
         What was written; None in other processes than the first.
 
     Raises:
-        ConfigError: an existing target.
+        ConfigError: an existing target, or FP8 of experts that have no such layout.
         CheckpointError: what `Place.open` refuses, values that do not fit the type, or a disk that does.
     """
     refuse_same_folder(place, out)
+    rules = place.family.weight_rules(place.hf)
+    quantised = fp8_names(rules) if options.fp8_blocks else frozenset()
     source = place.open(options.allowed)
     tensors = [
         Described(name, written_dtype(rule, source.dtype(name), options.dtype), shape)
-        for rule in place.family.weight_rules(place.hf)
+        for rule in rules
         for name, shape in zip(rule.hf_names, rule.hf_shapes, strict=True)
     ]
-    count = len(planned_files(tensors, options.max_file_bytes, str)[1])
-    files, _ = planned_files(tensors, options.max_file_bytes, lambda i: shard_name(i, count))
+    stored, scales = with_scales(tensors, quantised)
+    count = len(planned_files(stored, options.max_file_bytes, str, followers=scales)[1])
+    files, _ = planned_files(stored, options.max_file_bytes, lambda i: shard_name(i, count), followers=scales)
 
     def make(number: int) -> Iterator[Tensor]:
         for described in files[number].tensors:
-            yield cast(described.name, source.get(described.name), described.dtype)
+            if described.name in quantised:
+                yield from fp8_blocks(described.name, source.get(described.name))
+            elif described.name not in scales:
+                yield cast(described.name, source.get(described.name), described.dtype)
 
     def finish(folder: Path, built: Built) -> None:
         if count > 1:
             write_index(folder, {tensor.name: file.name for file in files for tensor in file.tensors}, built.num_bytes)
-        copy_settings(place.settings, folder, elements_by_dtype(files))
+        settings = quantization_config(rules, quantised) if options.fp8_blocks else None
+        copy_settings(place.settings, folder, elements_by_dtype(tensors), quantisation=settings)
         content = manifest_of(place, folder, built, options, left_out(place, source))
         write_manifest(folder, content, name=HF_MANIFEST)
 
-    identity = {"from": place.identity(), "to": "huggingface", "dtype": str(options.dtype)}
+    dtype = FP8_BLOCK if options.fp8_blocks else str(options.dtype)
+    identity = {"from": place.identity(), "to": "huggingface", "dtype": dtype}
     building = Building(out, files, identity, world=world, overwrite=options.overwrite)
     return building.build(make, finish, threads=options.threads, show=show)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class Options:
 
     dtype: torch.dtype | None = None
     """None keeps every type. Routers and their biases keep theirs either way."""
+    fp8_blocks: bool = False
+    """Of an export: the weights of linear layers as FP8 with a scale for each block, the rest as `dtype`."""
     allowed: tuple[str, ...] = ()
     """Regular expressions of tensors that may be left out."""
     max_file_bytes: int = MAX_FILE_BYTES
@@ -84,7 +86,7 @@ def import_checkpoint(
 
     def finish(folder: Path, built: Built) -> None:
         _describe(folder, contents, dtypes, layout)
-        copy_settings(place.settings, folder, elements_by_dtype(files))
+        copy_settings(place.settings, folder, elements_by_dtype(tensor for file in files for tensor in file.tensors))
         write_manifest(folder, manifest_of(place, folder, built, options, left_out(place, source)))
 
     identity = {"from": place.identity(), "to": "megatron", "dtype": str(options.dtype)}
@@ -133,10 +135,10 @@ def left_out(place: Place, source: WeightSource) -> list[str]:
     return sorted(source.names() - used)
 
 
-def elements_by_dtype(files: Sequence[PlannedFile]) -> dict[torch.dtype, int]:
+def elements_by_dtype(tensors: Iterable[Described]) -> dict[torch.dtype, int]:
     """Elements in each floating type."""
     found: dict[torch.dtype, int] = {}
-    for tensor in (tensor for file in files for tensor in file.tensors):
+    for tensor in tensors:
         if tensor.dtype.is_floating_point:
             found[tensor.dtype] = found.get(tensor.dtype, 0) + math.prod(tensor.shape)
     return found

@@ -14,6 +14,10 @@ from moerl.models.rules import Rule
 
 WORDS = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """What `--dtype` may be."""
+FP8_BLOCK = "fp8-block"
+"""What it may be of an export beside."""
+REST_OF_FP8 = torch.bfloat16
+"""Whatever is not FP8 then; routers and their biases keep their own type as ever."""
 _CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
