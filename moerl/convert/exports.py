@@ -11,7 +11,7 @@ from moerl.convert.building import Building, Built, Show, planned_files
 from moerl.convert.fp8_folders import fp8_blocks, fp8_names, quantization_config, with_scales
 from moerl.convert.imports import Options, elements_by_dtype, left_out, manifest_of, refuse_same_folder
 from moerl.convert.places import HF_MANIFEST, Place
-from moerl.convert.precision import cast, written_dtype
+from moerl.convert.precision import FP8_BLOCK, cast, written_dtype
 from moerl.manifest import write_manifest
 from moerl.models.hf_export import copy_settings, shard_name, write_index
 from moerl.tensor_file import Described
