@@ -13,6 +13,7 @@ from moerl.convert.imports import Options, elements_by_dtype, left_out, manifest
 from moerl.convert.places import HF_MANIFEST, Place
 from moerl.convert.precision import FP8_BLOCK, cast, written_dtype
 from moerl.manifest import write_manifest
+from moerl.models.disk import disk_tensors
 from moerl.models.hf_export import copy_settings, shard_name, write_index
 from moerl.tensor_file import Described
 from moerl.world import World
@@ -42,10 +43,10 @@ def export_checkpoint(
     rules = place.family.weight_rules(place.hf)
     quantised = fp8_names(rules) if options.fp8_blocks else frozenset()
     source = place.open(options.allowed)
+    held = {tensor.name: tensor for tensor in disk_tensors(place.family, place.hf)}
     tensors = [
-        Described(name, written_dtype(rule, source.dtype(name), options.dtype), shape)
-        for rule in rules
-        for name, shape in zip(rule.hf_names, rule.hf_shapes, strict=True)
+        Described(name, written_dtype(tensor.rule, source.dtype(tensor.first), options.dtype), tensor.shape)
+        for name, tensor in held.items()
     ]
     stored, scales = with_scales(tensors, quantised)
     count = len(planned_files(stored, options.max_file_bytes, str, followers=scales)[1])
@@ -54,9 +55,9 @@ def export_checkpoint(
     def make(number: int) -> Iterator[Tensor]:
         for described in files[number].tensors:
             if described.name in quantised:
-                yield from fp8_blocks(described.name, source.get(described.name))
+                yield from fp8_blocks(described.name, held[described.name].make(source.get))
             elif described.name not in scales:
-                yield cast(described.name, source.get(described.name), described.dtype)
+                yield cast(described.name, held[described.name].make(source.get), described.dtype)
 
     def finish(folder: Path, built: Built) -> None:
         if count > 1:

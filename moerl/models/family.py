@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from moerl.errors import CheckpointError, ConfigError
 from moerl.models.rules import Rule
@@ -29,13 +29,26 @@ GPT_ARGUMENTS = frozenset(
 )
 """Keys of `transformer_kwargs` that are arguments of GPTModel; all others are fields of TransformerConfig."""
 
+YARN_ATTRIBUTES = frozenset(
+    {
+        "yarn_beta_fast",
+        "yarn_beta_slow",
+        "yarn_correction_range_round_to_int",
+        "yarn_mscale",
+        "yarn_mscale_all_dim",
+        "yarn_original_max_position_embeddings",
+        "yarn_rotary_scaling_factor",
+    }
+)
+"""Keys of `transformer_kwargs` that GPTModel reads off its configuration, which has no fields for them."""
+
 
 @dataclass(frozen=True, slots=True)
 class FusedSlice:
     """Where a per-expert tensor lies inside a fused one: `fused[expert, start:stop]`."""
 
     name: str
-    """Hugging Face name of the fused tensor [e, rows, columns]."""
+    """Hugging Face name of the fused tensor [e, rows, columns]; of biases [e, rows]."""
     expert: int | None
     """None: the whole of a tensor that only has another name in memory."""
     start: int = 0
@@ -66,8 +79,11 @@ class ModelFamily(Protocol):
         """
         ...
 
+    is_fused_on_disk: ClassVar[bool]
+    """Whether the hub's files have the fused tensors, and the names of rules stand for parts of them."""
+
     def fused_slices(self, hf: HFConfig) -> dict[str, FusedSlice]:
-        """On-disk tensor name -> its place in the fused tensors that transformers 5 has in memory."""
+        """Tensor name of the rules -> its place in the fused tensors that transformers 5 has in memory."""
         ...
 
     def ignored_names(self, hf: HFConfig) -> tuple[str, ...]:
@@ -102,8 +118,6 @@ UNSUPPORTED: dict[str, str] = {
     "DeepseekV2ForCausalLM": "its larger model scores a group of experts by the best one, where megatron-core adds the "
     f"best two, and the smaller one {_NOT_COMPARED}",
     "Glm4MoeLiteForCausalLM": f"it {_NOT_COMPARED}",
-    "GptOssForCausalLM": "attention over packed sequences has neither sinks nor a sliding window without "
-    "TransformerEngine",
     "LlamaForCausalLM": _NO_EXPERTS,
     "MiniMaxM2ForCausalLM": _WIDE_NORMS,
     "OlmoeForCausalLM": _WIDE_NORMS,

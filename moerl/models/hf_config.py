@@ -42,6 +42,21 @@ GENERIC_FIELDS = frozenset(
 How weights are stored is for whoever reads them (`moerl.models.quantised`), not for a family.
 """
 
+YARN_FIELDS = frozenset(
+    {
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+        "truncate",
+    }
+)
+PLAIN_ROPE_FIELDS = frozenset({"partial_rotary_factor", "rope_theta", "rope_type", "type"})
+"""Of a rotary embedding: of YaRN alone, and of any."""
+
 
 def required(hf: Mapping[str, Any], kind: type[V], *names: str) -> V:
     """The value of a field that may be spelt in several ways; an int passes for a float.
@@ -137,3 +152,24 @@ def _rope_value(hf: Mapping[str, Any], name: str) -> float:
     if len(set(given.values())) > 1:
         raise CheckpointError(f"config.json: {given} contradict each other; keep one of them")
     return next(iter(given.values()))
+
+
+def rope_values(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """All that config.json says of the rotation, from the old places and the new one, in one spelling.
+
+    Raises:
+        CheckpointError: something is said twice, with two values.
+    """
+    values: dict[str, Any] = {}
+    top = {name: hf.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    for place in (top, hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}):
+        for field, value in place.items():
+            name = "rope_type" if field == "type" else field
+            if value is None:
+                continue
+            if values.setdefault(name, value) != value:
+                raise CheckpointError(
+                    f"config.json: {name} of the rotary embedding is {values[name]!r} in one place and {value!r} in "
+                    "another; keep one of them"
+                )
+    return values

@@ -221,7 +221,7 @@ class Unfused:
             expected[place.name] = (max(experts, place.expert + 1), max(rows, place.stop))
         for name, sizes in expected.items():
             shape = self._source.shape(name)
-            if len(shape) != 3 or shape[:2] != sizes:
+            if len(shape) not in (2, 3) or shape[:2] != sizes:
                 raise CheckpointError(
                     f"fused tensor {name!r} has shape {list(shape)} where config.json implies {[*sizes, '*']}; "
                     "the weights belong to another configuration"

@@ -13,7 +13,7 @@ from typing import Any
 
 from moerl.errors import CheckpointError
 from moerl.models.family import HFConfig
-from moerl.models.hf_config import refuse_active, required
+from moerl.models.hf_config import PLAIN_ROPE_FIELDS, YARN_FIELDS, refuse_active, required, rope_values
 from moerl.models.rules import Copy, Rule
 
 LATENT_FIELDS = frozenset(
@@ -29,20 +29,6 @@ LATENT_FIELDS = frozenset(
     }
 )
 """Of config.json, read or checked here."""
-
-_YARN_FIELDS = frozenset(
-    {
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "factor",
-        "mscale",
-        "mscale_all_dim",
-        "original_max_position_embeddings",
-        "truncate",
-    }
-)
-_PLAIN_FIELDS = frozenset({"partial_rotary_factor", "rope_theta", "rope_type", "type"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +98,10 @@ def latent_rope(hf: HFConfig) -> dict[str, Any]:
     Raises:
         CheckpointError: another kind of scaling, a missing field, one written twice with two values, or unknown ones.
     """
-    values = _rope_values(hf)
+    values = rope_values(hf)
     base = required(values, float, "rope_theta")
     kind = values.get("rope_type", "default")
-    unknown = values.keys() - _PLAIN_FIELDS - (_YARN_FIELDS if kind == "yarn" else frozenset())
+    unknown = values.keys() - PLAIN_ROPE_FIELDS - (YARN_FIELDS if kind == "yarn" else frozenset())
     if kind not in ("default", "yarn") or unknown:
         raise CheckpointError(
             f"config.json: rotary embedding of type {kind!r} with {', '.join(sorted(unknown)) or 'no more fields'} is "
@@ -140,23 +126,6 @@ def latent_rope(hf: HFConfig) -> dict[str, Any]:
         "mscale": mscale,
         "mscale_all_dim": mscale_all_dim,
     }
-
-
-def _rope_values(hf: HFConfig) -> dict[str, Any]:
-    """All that config.json says of the rotation, with one spelling."""
-    values: dict[str, Any] = {}
-    top = {name: hf.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    for place in (top, hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}):
-        for field, value in place.items():
-            name = "rope_type" if field == "type" else field
-            if value is None:
-                continue
-            if values.setdefault(name, value) != value:
-                raise CheckpointError(
-                    f"config.json: {name} of the rotary embedding is {values[name]!r} in one place and {value!r} in "
-                    "another; keep one of them"
-                )
-    return values
 
 
 def _mscales(values: dict[str, Any], factor: float) -> tuple[float, float]:

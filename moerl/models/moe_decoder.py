@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from moerl.errors import CheckpointError
 from moerl.models.family import FusedSlice, HFConfig
@@ -150,6 +150,8 @@ def decoder_kwargs(shape: DecoderShape, hf: HFConfig) -> dict[str, Any]:
 class DecoderFamily(ABC):
     """What a family of such decoders need not write: rules, fused places and ignored names follow from its shape."""
 
+    is_fused_on_disk: ClassVar[bool] = False
+
     @abstractmethod
     def shape(self, hf: HFConfig) -> DecoderShape:
         """From config.json, checked.
@@ -162,15 +164,19 @@ class DecoderFamily(ABC):
         """Embedding, layers in order, final norm, and the output layer where it is not tied."""
         shape = self.shape(hf)
         rules: list[Rule] = [
-            _vocab_rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape, vocab_multiple)
+            vocab_rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape, vocab_multiple)
         ]
-        for layer, is_moe in enumerate(shape.is_moe):
-            rules += _attention_rules(shape, layer)
-            rules += _moe_rules(shape, layer) if is_moe else _dense_rules(shape, layer)
-        rules.append(_copy("decoder.final_layernorm.weight", "model.norm.weight", (shape.hidden,)))
+        for layer in range(shape.layers):
+            rules += self.layer_rules(shape, layer)
+        rules.append(copy_rule("decoder.final_layernorm.weight", "model.norm.weight", (shape.hidden,)))
         if not shape.is_tied:
-            rules.append(_vocab_rule("output_layer.weight", "lm_head.weight", shape, vocab_multiple))
+            rules.append(vocab_rule("output_layer.weight", "lm_head.weight", shape, vocab_multiple))
         return rules
+
+    def layer_rules(self, shape: DecoderShape, layer: int) -> Iterator[Rule]:
+        """Of one layer, in order."""
+        yield from attention_rules(shape, layer)
+        yield from _moe_rules(shape, layer) if shape.is_moe[layer] else _dense_rules(shape, layer)
 
     def fused_slices(self, hf: HFConfig) -> dict[str, FusedSlice]:
         """transformers 5 keeps [E, 2 f, h] (gate first) and [E, h, f] per MoE layer."""
@@ -196,23 +202,28 @@ class DecoderFamily(ABC):
         return (rotary, r"lm_head\.weight") if self.shape(hf).is_tied else (rotary,)
 
 
-def _copy(megatron: str, name: str, shape: tuple[int, ...], layer: int | None = None, axis: int | None = None) -> Copy:
+def copy_rule(
+    megatron: str, name: str, shape: tuple[int, ...], layer: int | None = None, axis: int | None = None
+) -> Copy:
+    """Of one tensor."""
     return Copy(megatron_name=megatron, hf_names=(name,), hf_shapes=(shape,), tensor_axis=axis, layer=layer)
 
 
-def _vocab_rule(megatron: str, name: str, shape: DecoderShape, multiple: int) -> Vocab:
+def vocab_rule(megatron: str, name: str, shape: DecoderShape, multiple: int) -> Vocab:
+    """Of the embedding or the output layer."""
     rows = (shape.vocab, shape.hidden)
     return Vocab(megatron_name=megatron, hf_names=(name,), hf_shapes=(rows,), tensor_axis=0, multiple=multiple)
 
 
-def _attention_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
+def attention_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
+    """Of one layer: attention and both norms."""
     hf, megatron, h = f"model.layers.{layer}", f"decoder.layers.{layer}", shape.hidden
-    yield _copy(f"{megatron}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (h,), layer)
+    yield copy_rule(f"{megatron}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (h,), layer)
     if shape.latent is not None:
         yield from latent_rules(shape.latent, h, shape.heads, layer)
     else:
         yield from _head_rules(shape, layer)
-    yield _copy(f"{megatron}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (h,), layer)
+    yield copy_rule(f"{megatron}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (h,), layer)
 
 
 def _head_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
@@ -232,14 +243,14 @@ def _head_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
         )
     for part in "qk" if shape.has_qk_norm else "":
         norm = f"{megatron}.self_attention.{part}_layernorm.weight"
-        yield _copy(norm, f"{hf}.self_attn.{part}_norm.weight", (d,), layer)
+        yield copy_rule(norm, f"{hf}.self_attn.{part}_norm.weight", (d,), layer)
     proj = f"{megatron}.self_attention.linear_proj.weight"
-    yield _copy(proj, f"{hf}.self_attn.o_proj.weight", (h, shape.heads * d), layer, axis=1)
+    yield copy_rule(proj, f"{hf}.self_attn.o_proj.weight", (h, shape.heads * d), layer, axis=1)
 
 
 def _moe_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
     hf, megatron = f"model.layers.{layer}.{shape.moe_name}", f"decoder.layers.{layer}.mlp"
-    yield _copy(f"{megatron}.router.weight", f"{hf}.gate.weight", (shape.experts, shape.hidden), layer)
+    yield copy_rule(f"{megatron}.router.weight", f"{hf}.gate.weight", (shape.experts, shape.hidden), layer)
     if shape.has_expert_bias:
         yield Copy(
             megatron_name=f"{megatron}.router.expert_bias",
@@ -253,7 +264,7 @@ def _moe_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
         yield from _mlp_rules(f"{hf}.{shape.shared_name}", inner, shape.hidden, shape.shared_width, layer)
     if shape.shared_gate:
         gate = f"{megatron}.shared_experts.gate_weight"
-        yield _copy(gate, f"{hf}.{shape.shared_gate}.weight", (1, shape.hidden), layer)
+        yield copy_rule(gate, f"{hf}.{shape.shared_gate}.weight", (1, shape.hidden), layer)
     for e in range(shape.experts):
         expert = f"{megatron}.experts.local_experts.{e}"
         yield from _mlp_rules(

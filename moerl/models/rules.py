@@ -129,6 +129,38 @@ class Copy(Rule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transposed(Rule):
+    """A matrix that is stored as [in, out]."""
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """[in, out] -> [out, in]."""
+        return tensors[0].t()
+
+    def split(self, whole: Tensor) -> Sequence[Tensor]:
+        """[out, in] -> [in, out]."""
+        return (whole.t(),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlternatingGateUp(Rule):
+    """Gate and up projections of which one tensor holds a column in turn, [in, 2 f]; of their biases [2 f].
+
+    The parameter is as `GateUp` makes it: [gate; up], of which rank r holds [gate_r; up_r].
+    """
+
+    num_blocks: ClassVar[int] = 2
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """[in, 2 f] -> [2 f, in], gate first; [2 f] -> [2 f]."""
+        rows = tensors[0].movedim(-1, 0)
+        return torch.cat([rows[0::2], rows[1::2]])
+
+    def split(self, whole: Tensor) -> Sequence[Tensor]:
+        """Inverse."""
+        return (torch.stack(whole.chunk(2), dim=1).flatten(0, 1).movedim(0, -1),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QKV(Rule):
     """Query, key and value rows interleaved by query group: [q heads of the group, k, v] for each group in turn.
 

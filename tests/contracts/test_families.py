@@ -14,8 +14,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moerl.errors import CheckpointError
-from moerl.models.family import EXACT, GPT_ARGUMENTS, MAPPING_ONLY, UNSUPPORTED, families, family_of
-from moerl.models.hf_folder import HFFolder, InMemory, checked_source, read_config
+from moerl.models.disk import disk_tensors
+from moerl.models.family import (
+    EXACT,
+    GPT_ARGUMENTS,
+    MAPPING_ONLY,
+    UNSUPPORTED,
+    YARN_ATTRIBUTES,
+    families,
+    family_of,
+)
+from moerl.models.hf_folder import HFFolder, InMemory, Unfused, checked_source, read_config
 from moerl.models.rules import Vocab
 
 # Sizes are awkward on purpose: every pair of dims differs where a mix-up could hide, except in the "square" one.
@@ -170,6 +179,33 @@ SAMPLES = {
             tie_word_embeddings=True,
         ),
     },
+    "gpt_oss": {
+        "released_kind": dict(
+            vocab_size=37,
+            hidden_size=20,
+            intermediate_size=12,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=6,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            sliding_window=4,
+        ),
+        "square_tied": dict(
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=4,
+            num_local_experts=16,
+            num_experts_per_tok=2,
+            layer_types=["full_attention"],
+            tie_word_embeddings=True,
+        ),
+    },
     "glm4_moe": {
         "large_kind": dict(
             vocab_size=37,
@@ -228,6 +264,8 @@ class Checkpoint:
         self.rules = self.family.weight_rules(self.hf)
         with safe_open(folder / "model.safetensors", "pt") as file:
             self.on_disk = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        source = Unfused(InMemory(self.on_disk), self.family.fused_slices(self.hf))
+        self.by_rule = {name: source.get(name) for name in source.names()}
 
 
 @pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
@@ -255,7 +293,7 @@ def test_what_cannot_be_mapped_is_refused_with_the_reason(architecture):
 
 
 def test_names_and_shapes_are_those_transformers_saves(checkpoint):
-    made = {n: s for rule in checkpoint.rules for n, s in zip(rule.hf_names, rule.hf_shapes, strict=True)}
+    made = {tensor.name: tensor.shape for tensor in disk_tensors(checkpoint.family, checkpoint.hf)}
     assert made == {name: tuple(tensor.shape) for name, tensor in checkpoint.on_disk.items()}
 
 
@@ -270,7 +308,7 @@ def test_every_name_comes_once(checkpoint):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("vocab_multiple", [1, 16])
 def test_join_shard_gather_split_is_bitwise(checkpoint, size, dtype, vocab_multiple):
-    stored = {name: tensor.to(dtype) for name, tensor in checkpoint.on_disk.items()}
+    stored = {name: tensor.to(dtype) for name, tensor in checkpoint.by_rule.items()}
     returned: dict[str, Tensor] = {}
     for rule in checkpoint.family.weight_rules(checkpoint.hf, vocab_multiple=vocab_multiple):
         whole = rule.to_megatron(stored)
@@ -281,9 +319,13 @@ def test_join_shard_gather_split_is_bitwise(checkpoint, size, dtype, vocab_multi
             assert sum(shard.numel() for shard in shards) == whole.numel()
         returned |= rule.to_hf(rule.gather(shards))
     assert list(returned) == [name for rule in checkpoint.rules for name in rule.hf_names]
-    for name, tensor in stored.items():
-        assert returned[name].dtype == dtype
-        assert torch.equal(returned[name], tensor), name
+    written = {
+        tensor.name: tensor.make(returned.__getitem__) for tensor in disk_tensors(checkpoint.family, checkpoint.hf)
+    }
+    assert written.keys() == checkpoint.on_disk.keys()
+    for name, tensor in checkpoint.on_disk.items():
+        assert written[name].dtype == dtype
+        assert torch.equal(written[name], tensor.to(dtype)), name
 
 
 def test_fused_names_in_memory_read_as_on_disk(checkpoint):
@@ -308,6 +350,7 @@ def test_settings_are_plain_values_that_megatron_knows(checkpoint):
     classes = ("TransformerConfig", "MLATransformerConfig" if settings.get("multi_latent_attention") else None)
     settings_file = core / "transformer" / "transformer_config.py"
     known = {field for name in classes if name for field in _class_fields(settings_file, name)}
+    known |= YARN_ATTRIBUTES if settings["position_embedding_type"] == "yarn" else set()
     known |= _class_fields(core / "model_parallel_config.py", "ModelParallelConfig")
     gpt = _constructor_arguments(core / "models" / "gpt" / "gpt_model.py", "GPTModel")
     assert settings.keys() - GPT_ARGUMENTS <= known
