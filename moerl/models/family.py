@@ -144,8 +144,9 @@ def refuse_unproven(family: ModelFamily) -> None:
         if plugin.target is type(family) and plugin.traits["verified"] == MAPPING_ONLY:
             raise ConfigError(
                 f"model family {plugin.name} ({', '.join(plugin.traits['architectures'])}) is verified as "
-                f"{MAPPING_ONLY!r}: its checkpoints can be converted, compared bit by bit and inspected, but nobody "
-                "showed that the learner computes what it computes, so it neither trains nor runs; use another model"
+                f"{MAPPING_ONLY!r}: its checkpoints can be converted, compared bit by bit (moerl convert verify "
+                "--no-forward) and inspected, but the learner was not shown to compute what it computes, so it neither "
+                "trains nor runs; train another model"
             )
 
 

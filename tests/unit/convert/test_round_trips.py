@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import KINDS, save_model
+from tiny_models import KINDS, MAPPED, save_model
 
 from moerl.convert.compare import compare_weights
 from moerl.convert.exports import export_checkpoint
@@ -29,7 +30,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, *MAPPED])
 def folder(request, tmp_path_factory) -> Path:
     return save_model(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -113,7 +114,7 @@ def test_inspection_counts_what_transformers_counts(folder):
         found["parameters"] == sum(found["parameters_by_kind"].values()) == sum(found["parameters_by_dtype"].values())
     )
     rules = rules_of(folder)
-    experts = sum(rule.megatron_shape()[0] * rule.megatron_shape()[1] for rule in rules if rule.is_expert)
+    experts = sum(math.prod(rule.megatron_shape()) for rule in rules if rule.is_expert)
     assert found["parameters_by_kind"]["experts"] == experts
     settings = find(folder).family.transformer_kwargs(read_config(folder))
     idle = experts * (1 - settings["moe_router_topk"] / settings["num_moe_experts"])

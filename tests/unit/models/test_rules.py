@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from moerl.errors import CheckpointError, ConfigError
-from moerl.models.rules import QKV, Copy, GateUp, Vocab, match_parameters, padded_vocab_size, shift_indices
+from moerl.models.rules import (
+    QKV,
+    AlternatingGateUp,
+    Copy,
+    GateUp,
+    Transposed,
+    Vocab,
+    match_parameters,
+    padded_vocab_size,
+    shift_indices,
+)
 
 
 def numbered(first: int, count: int) -> torch.Tensor:
@@ -144,3 +154,27 @@ def test_parameters_and_rules_must_match():
     with pytest.raises(CheckpointError, match="the model lacks parameters that the checkpoint has: norm"):
         match_parameters([first, second], ["fc1"])
     assert match_parameters([first, second], ["fc1"], is_complete=False) == {"fc1": first}
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (8,)])
+def test_columns_of_gate_and_up_in_turn_become_rows_gate_first(shape):
+    rule = AlternatingGateUp(megatron_name="fc1", hf_names=("w",), hf_shapes=(shape,), tensor_axis=0)
+    stored = torch.arange(8.0).expand(shape).contiguous()  # column c holds c: even ones are the gate's
+    whole = rule.to_megatron({"w": stored})
+    assert whole.reshape(8, -1)[:, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert rule.shard(whole, 1, 2).reshape(4, -1)[:, 0].tolist() == [4, 6, 5, 7]
+    back = rule.to_hf(rule.gather([rule.shard(whole, rank, 2) for rank in range(2)]))
+    assert torch.equal(back["w"], stored)
+    with pytest.raises(ConfigError, match="choose a parallel size that divides 4"):
+        rule.shard(whole, 0, 3)
+
+
+def test_a_matrix_stored_by_inputs_is_turned_and_shared_by_its_inputs():
+    rule = Transposed(megatron_name="fc2", hf_names=("w",), hf_shapes=((4, 3),), tensor_axis=1)
+    stored = torch.arange(12.0).view(4, 3)
+    whole = rule.to_megatron({"w": stored})
+    assert torch.equal(whole, stored.t())
+    shards = [rule.shard(whole, rank, 2) for rank in range(2)]
+    assert torch.equal(shards[1], stored[2:].t())
+    assert torch.equal(rule.to_hf(rule.gather(shards))["w"], stored)
+    assert rule.shard_shape(2) == (3, 2)
