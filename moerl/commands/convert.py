@@ -196,13 +196,10 @@ def _tell(out: Path, built: Built) -> None:
 def _verify(args: argparse.Namespace) -> int:
     from moerl.convert.compare import compare_forwards, compare_weights
     from moerl.convert.show import ByteProgress, comparison_table
-    from moerl.models.family import refuse_unproven
 
     if not launched_world().is_alone:
         raise ConfigError("moerl convert verify runs in one process; start it without a launcher")
     first, second = _find(args.first, args), _find(args.second, args)
-    if not args.no_forward:
-        refuse_unproven(first.family)
     with ByteProgress("compare") as show:
         verdict = compare_weights(first, second, threads=args.threads, show=show, allowed=tuple(args.allow_unmapped))
     forward = None
