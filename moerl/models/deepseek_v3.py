@@ -10,26 +10,20 @@ from typing import Any
 
 from moerl.models.family import EXACT, HFConfig, NoArguments, families
 from moerl.models.hf_config import refuse_active, refuse_unknown, required
-from moerl.models.latent_attention import LATENT_FIELDS, latent_kwargs, read_latent
-from moerl.models.moe_decoder import COMMON_FIELDS, DecoderFamily, DecoderShape, attention_sizes, decoder_kwargs
+from moerl.models.latent_attention import LATENT_FIELDS, LATENT_HARMLESS, latent_kwargs
+from moerl.models.moe_decoder import COMMON_FIELDS, DecoderFamily, DecoderShape, decoder_kwargs, latent_sizes
 from moerl.models.sigmoid_router import SIGMOID_FIELDS, prediction_layers, sigmoid_router, sigmoid_sizes
 
-_HARMLESS = frozenset({"auto_map", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"})
-"""Of released files: code to load, the balancing loss of pretraining, layouts of other trainers."""
-_KNOWN = COMMON_FIELDS | LATENT_FIELDS | SIGMOID_FIELDS | _HARMLESS | {"moe_layer_freq"}
+_KNOWN = COMMON_FIELDS | LATENT_FIELDS | LATENT_HARMLESS | SIGMOID_FIELDS
 
 
 def _read_shape(hf: HFConfig) -> DecoderShape:
     refuse_unknown(hf, _KNOWN)
     refuse_active(hf, "hidden_act", ("silu",))
-    refuse_active(hf, "moe_layer_freq", (None, 1))
-    latent = read_latent(hf)
-    heads = required(hf, int, "num_attention_heads")
-    sizes = attention_sizes({**hf, "num_key_value_heads": heads, "head_dim": latent.head_dim})
+    sizes = latent_sizes(hf)
     return DecoderShape(
         **sizes,
         **sigmoid_sizes(hf, sizes),
-        latent=latent,
         is_tied=required(hf, bool, "tie_word_embeddings"),
     )
 

@@ -111,13 +111,9 @@ MAPPING_ONLY = "mapping only"
 
 _LINEAR_ATTENTION = "its layers of lightning attention have no counterpart in megatron-core"
 _SPARSE_ATTENTION = "its indexer of sparse attention has no packed form here, and routes of tokens would not be exact"
-_NOT_COMPARED = "was not compared with transformers yet"
 _WIDE_NORMS = "its norms of queries and keys span all heads, where megatron-core's span one head"
 _NO_EXPERTS = "it has no experts, and the learner and its metrics ask for at least one layer of them"
 UNSUPPORTED: dict[str, str] = {
-    "DeepseekV2ForCausalLM": "its larger model scores a group of experts by the best one, where megatron-core adds the "
-    f"best two, and the smaller one {_NOT_COMPARED}",
-    "Glm4MoeLiteForCausalLM": f"it {_NOT_COMPARED}",
     "LlamaForCausalLM": _NO_EXPERTS,
     "MiniMaxM2ForCausalLM": _WIDE_NORMS,
     "OlmoeForCausalLM": _WIDE_NORMS,

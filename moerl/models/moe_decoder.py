@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from moerl.errors import CheckpointError
 from moerl.models.family import FusedSlice, HFConfig
-from moerl.models.hf_config import required
-from moerl.models.latent_attention import LatentAttention, latent_rules
+from moerl.models.hf_config import refuse_active, required
+from moerl.models.latent_attention import LatentAttention, latent_rules, read_latent
 from moerl.models.rules import QKV, Copy, GateUp, Rule, Vocab
 
 COMMON_FIELDS = frozenset(
@@ -105,6 +105,18 @@ def attention_sizes(hf: HFConfig) -> dict[str, Any]:
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {sizes['groups']}"
         )
     return sizes
+
+
+def latent_sizes(hf: HFConfig) -> dict[str, Any]:
+    """`attention_sizes` of a model with latent attention, and `latent` itself.
+
+    Raises:
+        CheckpointError: as both.
+    """
+    refuse_active(hf, "moe_layer_freq", (None, 1))
+    latent = read_latent(hf)
+    heads = required(hf, int, "num_attention_heads")
+    return attention_sizes({**hf, "num_key_value_heads": heads, "head_dim": latent.head_dim}) | {"latent": latent}
 
 
 def check_topk(topk: int, experts: int, field: str) -> None:

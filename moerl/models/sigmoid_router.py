@@ -9,22 +9,10 @@ from typing import Any
 from moerl.errors import CheckpointError
 from moerl.models.family import HFConfig
 from moerl.models.hf_config import refuse_active, required
-from moerl.models.moe_decoder import DecoderShape, check_topk
+from moerl.models.moe_decoder import DecoderShape
+from moerl.models.shared_experts import SHARED_FIELDS, scaling_factor, shared_expert_sizes
 
-SIGMOID_FIELDS = frozenset(
-    {
-        "first_k_dense_replace",
-        "n_group",
-        "n_routed_experts",
-        "n_shared_experts",
-        "num_mtp_layers",
-        "num_nextn_predict_layers",
-        "routed_scaling_factor",
-        "scoring_func",
-        "topk_group",
-        "topk_method",
-    }
-)
+SIGMOID_FIELDS = SHARED_FIELDS | {"num_mtp_layers", "num_nextn_predict_layers"}
 """Of config.json, read or checked here."""
 _PER_GROUP = 2
 """Experts whose scores make the score of a group, in transformers; Megatron takes experts per token over groups."""
@@ -38,22 +26,7 @@ def sigmoid_sizes(hf: HFConfig, sizes: dict[str, Any]) -> dict[str, Any]:
     """
     refuse_active(hf, "scoring_func", (None, "sigmoid"))
     refuse_active(hf, "topk_method", (None, "noaux_tc"))
-    experts = required(hf, int, "n_routed_experts", "num_local_experts")
-    check_topk(sizes["topk"], experts, "n_routed_experts")
-    dense, shared = required(hf, int, "first_k_dense_replace"), required(hf, int, "n_shared_experts")
-    if not 0 <= dense <= sizes["layers"]:
-        raise CheckpointError(
-            f"config.json: first_k_dense_replace is {dense}; it must be between 0 and {sizes['layers']} layers"
-        )
-    if shared < 1:
-        raise CheckpointError(f"config.json: n_shared_experts is {shared}; this family has at least 1")
-    return {
-        "experts": experts,
-        "is_moe": tuple(layer >= dense for layer in range(sizes["layers"])),
-        "has_expert_bias": True,
-        "shared_width": sizes["expert_width"] * shared,
-        "shared_name": "shared_experts",
-    }
+    return shared_expert_sizes(hf, sizes) | {"has_expert_bias": True}
 
 
 def sigmoid_router(hf: HFConfig, shape: DecoderShape) -> dict[str, Any]:
@@ -68,13 +41,10 @@ def sigmoid_router(hf: HFConfig, shape: DecoderShape) -> dict[str, Any]:
             f"config.json: norm_topk_prob is {is_normalised} with num_experts_per_tok {shape.topk}, which Megatron's "
             "sigmoid router cannot do (it divides by the sum exactly where there is more than one)"
         )
-    factor = required(hf, float, "routed_scaling_factor")
-    if factor <= 0:
-        raise CheckpointError(f"config.json: routed_scaling_factor is {factor}; it must be above 0")
     settings: dict[str, Any] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": False,
-        "moe_router_topk_scaling_factor": factor,
+        "moe_router_topk_scaling_factor": scaling_factor(hf),
     }
     groups, chosen = required(hf, int, "n_group"), required(hf, int, "topk_group")
     if not 1 <= chosen <= groups:

@@ -76,6 +76,15 @@ LATENT = dict(
 )
 
 MIXTRAL = dict(num_local_experts=6, num_experts_per_tok=3, moe_intermediate_size=None, rope_parameters=FULL_ROPE)
+LATENT_SOFTMAX = {
+    **LATENT,
+    "n_group": None,
+    "topk_group": None,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "hidden_size": 42,  # a multiple of the heads, which transformers asks for
+}
+LATENT_LISTED = {**LATENT, "first_k_dense_replace": None, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
 GPT_OSS = dict(
     num_local_experts=6,
     num_experts_per_tok=3,
@@ -116,7 +125,11 @@ KINDS = {
     "mixtral": Kind("MixtralForCausalLM", MIXTRAL, 4),
     "shared": Kind("Qwen2MoeForCausalLM", QWEN2, 4),
     "latent": Kind("DeepseekV3ForCausalLM", LATENT, 3),
+    "latent_softmax": Kind("DeepseekV2ForCausalLM", LATENT_SOFTMAX, 3),
+    "latent_listed": Kind("Glm4MoeLiteForCausalLM", LATENT_LISTED, 3),
 }
+SAME_MAPPING = frozenset({"latent_softmax", "latent_listed"})
+"""Kinds whose rules are those of another one."""
 MAPPED = {
     "fused": Kind("GptOssForCausalLM", GPT_OSS, 4),
 }

@@ -11,22 +11,28 @@ from moerl.models.hf_folder import InMemory, Unfused, read_config
 from moerl.replay import compare_gradients
 
 GROUPS = dict(n_routed_experts=12, num_experts_per_tok=4, n_group=3, topk_group=2, first_k_dense_replace=2)
+BEST_OF_GROUPS = dict(
+    n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2, topk_method="group_limited_greedy"
+)
 VARIANTS = {
-    "moonlight": dict(q_lora_rank=None, rope_parameters=FULL_ROPE, n_shared_experts=1),
-    "groups": dict(rope_parameters={**YARN_ROPE, "beta_fast": 1.0, "beta_slow": 1.0}, **GROUPS),
-    "wide_values": dict(v_head_dim=20, rope_parameters={**YARN_ROPE, "mscale": None, "mscale_all_dim": 0.7}),
-    "square": dict(
-        hidden_size=48, q_lora_rank=48, kv_lora_rank=48, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
+    "moonlight": ("latent", dict(q_lora_rank=None, rope_parameters=FULL_ROPE, n_shared_experts=1)),
+    "groups": ("latent", dict(rope_parameters={**YARN_ROPE, "beta_fast": 1.0, "beta_slow": 1.0}, **GROUPS)),
+    "wide": ("latent", dict(v_head_dim=20, rope_parameters={**YARN_ROPE, "mscale": None, "mscale_all_dim": 0.7})),
+    "square": (
+        "latent",
+        dict(hidden_size=48, q_lora_rank=48, kv_lora_rank=48, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8),
     ),
+    "softmax_groups": ("latent_softmax", dict(q_lora_rank=None, routed_scaling_factor=1.0, **BEST_OF_GROUPS)),
 }
-"""Changes to it."""
+"""Kind, and changes to it."""
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def both(request, tmp_path_factory):
     """transformers' model, and its folder."""
     folder = tmp_path_factory.mktemp(request.param)
-    model = make_model("latent", **VARIANTS[request.param])
+    kind, changes = VARIANTS[request.param]
+    model = make_model(kind, **changes)
     model.save_pretrained(folder)
     return model, folder
 
@@ -70,7 +76,8 @@ def test_operations_are_those_that_torch_counts(kit, tmp_path, variant):
 
     from moerl.models.flops import forward_flops
 
-    make_model("latent", **VARIANTS[variant]).save_pretrained(tmp_path)
+    kind, changes = VARIANTS[variant]
+    make_model(kind, **changes).save_pretrained(tmp_path)
     policy, hf = kit.make_policy(tmp_path), read_config(tmp_path)
     with FlopCounterMode(display=False) as counter:
         policy.logprobs(kit.make_micro([24, 24], vocab=54))
