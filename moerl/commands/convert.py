@@ -91,7 +91,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="regular expression of tensors to leave out",
     )
-    parser.add_argument("--threads", type=int, default=min(4, os.cpu_count() or 1), help="default %(default)s")
+    parser.add_argument("--threads", type=int, default=min(8, 1 + (os.cpu_count() or 1)), help="default %(default)s")
 
 
 def _add_writing(parser: argparse.ArgumentParser, dtypes: Sequence[str], size: str, size_help: str) -> None:
@@ -146,7 +146,7 @@ def _find(path: Path, args: argparse.Namespace) -> Place:
 
     place = find(path, settings=args.settings)
     if not args.skip_checksums and args.action != "inspect" and not launched_world().rank:
-        refuse_damage(place)
+        refuse_damage(place, args.threads)
     return place
 
 
@@ -238,7 +238,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
     if not launched_world().is_alone:
         raise ConfigError("moerl convert inspect runs in one process; start it without a launcher")
-    found = inspect_model(_find(args.path, args), verify=not args.skip_checksums, allowed=tuple(args.allow_unmapped))
+    place, allowed = _find(args.path, args), tuple(args.allow_unmapped)
+    found = inspect_model(place, verify=not args.skip_checksums, threads=args.threads, allowed=allowed)
     if args.as_json:
         print_line(json.dumps(found, indent=1))
     else:

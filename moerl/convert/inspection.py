@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from moerl.convert.imports import left_out
@@ -34,13 +35,15 @@ def kind_of(megatron_name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, megatron_name)), "other")
 
 
-def inspect_model(place: Place, *, verify: bool = True, allowed: tuple[str, ...] = ()) -> dict[str, Any]:
+def inspect_model(
+    place: Place, *, verify: bool = True, threads: int = 1, allowed: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Everything that is known of a model, as plain JSON; damage under `damage`.
 
     Raises:
         CheckpointError: its files cannot be read, or are not what config.json implies.
     """
-    damage = list(damaged_files(place)) if verify else []
+    damage = damaged_files(place, threads) if verify else []
     source = place.open(allowed)
     rules = place.family.weight_rules(place.hf)
     settings = place.family.transformer_kwargs(place.hf)
@@ -76,29 +79,33 @@ def inspect_model(place: Place, *, verify: bool = True, allowed: tuple[str, ...]
     return found
 
 
-def damaged_files(place: Place) -> Iterator[str]:
+def damaged_files(place: Place, threads: int = 1) -> list[str]:
     """What is wrong with the files that the manifest lists, one sentence each; nothing where there is no manifest."""
     path = place.manifest
     if path is None:
-        return
+        return []
     step = STEP_NAME.fullmatch(path.parent.name)
     try:
         manifest = read_manifest(path, int(step[1]) if step and place.form == "run" else 0)
     except CheckpointError as error:
-        yield str(error)
-        return
+        return [str(error)]
     files: Mapping[str, Mapping[str, Any]] = manifest["files"]
     inside = f"{place.weights.name}/" if place.form == "run" else ""
-    for name, entry in files.items():
-        if name.startswith(inside):
-            try:
-                check_file(path.parent / name, entry)
-            except CheckpointError as error:
-                yield str(error)
+
+    def judge(name: str) -> str | None:
+        try:
+            check_file(path.parent / name, files[name])
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        found = list(pool.map(judge, (name for name in files if name.startswith(inside))))
+    return [fault for fault in found if fault is not None]
 
 
-def refuse_damage(place: Place) -> None:
+def refuse_damage(place: Place, threads: int = 1) -> None:
     """Raises CheckpointError where a file is not what its manifest says."""
-    damage = list(damaged_files(place))
+    damage = damaged_files(place, threads)
     if damage:
         raise CheckpointError(f"{damage[0]}; use another copy, or --skip-checksums to read it all the same")

@@ -48,6 +48,8 @@ class Rule(ABC):
         """True for parameters of routed experts."""
         return self.expert is not None
 
+    # Shapes are arithmetic: joining tensors without memory would import torch's compiler, which takes seconds.
+
     @abstractmethod
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """Hugging Face tensors in the order of `hf_names` -> the whole parameter."""
@@ -79,14 +81,25 @@ class Rule(ABC):
 
     def megatron_shape(self) -> Shape:
         """Shape of the whole parameter, without padding."""
-        return tuple(self._meta().shape)
+        return self.hf_shapes[0]
 
     def shard_shape(self, size: int) -> Shape:
         """Shape of the parameter that each of `size` ranks holds, padding included."""
-        return tuple(self.shard(self._meta(), 0, size).shape)
+        return tuple(self.shard(torch.empty(self.megatron_shape(), device="meta"), 0, size).shape)
 
-    def _meta(self) -> Tensor:
-        return self.join([torch.empty(shape, device="meta") for shape in self.hf_shapes])
+    def check_shares(self, size: int) -> None:
+        """Whether `size` ranks can share the parameter along `tensor_axis`.
+
+        Raises:
+            ConfigError: `size` does not divide it.
+        """
+        axis = 0 if self.tensor_axis is None else self.tensor_axis
+        length = self.megatron_shape()[axis] // self.num_blocks
+        if length % size:
+            raise ConfigError(
+                f"{self.megatron_name}: {size} tensor-parallel ranks cannot share {self.num_blocks} x {length} rows "
+                f"of dim {axis}; choose a parallel size that divides {length}"
+            )
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """The part of `rank` of `size`; a view where it is one piece. Without a `tensor_axis`: `whole`.
@@ -96,12 +109,8 @@ class Rule(ABC):
         """
         if self.tensor_axis is None or size == 1:
             return whole
+        self.check_shares(size)
         length = whole.shape[self.tensor_axis] // self.num_blocks
-        if length % size:
-            raise ConfigError(
-                f"{self.megatron_name}: {size} tensor-parallel ranks cannot share {self.num_blocks} x {length} rows "
-                f"of dim {self.tensor_axis}; choose a parallel size that divides {length}"
-            )
         blocks = whole.chunk(self.num_blocks, dim=self.tensor_axis)
         pieces = [block.narrow(self.tensor_axis, rank * length // size, length // size) for block in blocks]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.tensor_axis)
@@ -132,6 +141,10 @@ class Copy(Rule):
 class Transposed(Rule):
     """A matrix that is stored as [in, out]."""
 
+    def megatron_shape(self) -> Shape:
+        """[out, in]."""
+        return self.hf_shapes[0][::-1]
+
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """[in, out] -> [out, in]."""
         return tensors[0].t()
@@ -149,6 +162,10 @@ class AlternatingGateUp(Rule):
     """
 
     num_blocks: ClassVar[int] = 2
+
+    def megatron_shape(self) -> Shape:
+        """[2 f, in] or [2 f]."""
+        return self.hf_shapes[0][::-1]
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """[in, 2 f] -> [2 f, in], gate first; [2 f] -> [2 f]."""
@@ -172,6 +189,10 @@ class QKV(Rule):
     num_query_groups: int
     head_dim: int
 
+    def megatron_shape(self) -> Shape:
+        """The rows of all three."""
+        return _stacked(self.hf_shapes)
+
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """[q, k, v] -> [groups * (heads per group + 2) * d, ...]."""
         grouped = [tensor.unflatten(0, (self.num_query_groups, -1)) for tensor in tensors]
@@ -184,7 +205,7 @@ class QKV(Rule):
         parts = grouped.split([q_rows, self.head_dim, self.head_dim], dim=1)
         return tuple(part.flatten(0, 1) for part in parts)
 
-    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
+    def check_shares(self, size: int) -> None:
         """Whole query groups per rank, or an equal part of one group.
 
         Raises:
@@ -196,7 +217,7 @@ class QKV(Rule):
                 f"{self.megatron_name}: {size} tensor-parallel ranks cannot share {self.num_heads} heads in {groups} "
                 "query groups; choose a size that divides the heads and divides, or is a multiple of, the groups"
             )
-        return super(QKV, self).shard(whole, rank, size)
+        super(QKV, self).check_shares(size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +225,10 @@ class GateUp(Rule):
     """Gate and up projections stacked, gate first: rank r of a tensor-parallel group holds [gate_r; up_r]."""
 
     num_blocks: ClassVar[int] = 2
+
+    def megatron_shape(self) -> Shape:
+        """The rows of both."""
+        return _stacked(self.hf_shapes)
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """[gate; up] along dim 0."""
@@ -232,6 +257,9 @@ class Vocab(Rule):
         """As it is; `whole` has no padding."""
         return (whole,)
 
+    def check_shares(self, size: int) -> None:
+        """Filling rows make any size fit."""
+
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """Pad for `size` ranks, then slice."""
         num_rows = whole.shape[0]
@@ -243,6 +271,10 @@ class Vocab(Rule):
     def gather(self, shards: Sequence[Tensor]) -> Tensor:
         """Join the ranks' rows and drop the padding."""
         return super(Vocab, self).gather(shards)[: self.hf_shapes[0][0]]
+
+
+def _stacked(shapes: Sequence[Shape]) -> Shape:
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def buffer_names(rules: Iterable[Rule]) -> frozenset[str]:

@@ -106,7 +106,7 @@ def _boxes(rule: Rule, shape: Shape, rank: int, size: int) -> Iterator[tuple[Box
         share = padded_vocab_size(shape[axis], rule.multiple, size) // size
         spans = [(min(rank * share, shape[axis]), max(0, min(share, shape[axis] - rank * share)))]
     else:
-        rule.shard_shape(size)  # says what cannot be shared
+        rule.check_shares(size)
         block = shape[axis] // rule.num_blocks
         spans = [(i * block + rank * block // size, block // size) for i in range(rule.num_blocks)]
     for first, count in spans:

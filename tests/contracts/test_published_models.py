@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -49,3 +51,16 @@ def test_every_tensor_that_transformers_has_is_read_under_the_hub_s_names(name):
         experts = int(config.get("num_experts") or config["n_routed_experts"])
         assert f"{last}.{experts - 1}.down_proj.weight" in named
     assert sum(tensor.numel() for tensor in state.values()) == sum(math.prod(shape) for shape in named.values())
+
+
+def test_planning_a_conversion_imports_no_compiler():
+    """Joining tensors of the meta device would, which takes longer than converting a gigabyte."""
+    code = (
+        "import sys\n"
+        "from moerl.convert.layouts import Layout, pieces_by_rank\n"
+        "from moerl.models.family import family_of\n"
+        f"config = {MODELS['Qwen3-30B-A3B'].config!r}\n"
+        "list(pieces_by_rank(family_of(config).weight_rules(config), Layout(expert=8, tensor=2)))\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

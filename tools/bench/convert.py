@@ -10,6 +10,7 @@ Sides, each in a process of its own, source files in the page cache, results flu
     export         moerl convert export: back again, the source held against its SHA-256 first
     transformers   from_pretrained in the type of the files, then save_pretrained
 
+Conversions make one file more at a time than there are threads, as `moerl convert` does: one waits for the disk.
 Extra memory is the rise of the process's peak resident set over what it had once its libraries were imported. The last
 table multiplies the measured rate of one process for larger models; it is arithmetic, not a measurement.
 """
@@ -118,11 +119,11 @@ def work_of(side: str, source: Path, shards: Path, out: Path, threads: int) -> C
 
     def convert() -> None:
         if side == "import":
-            import_checkpoint(find(source), out, Layout(expert=8), Options(threads=threads))
+            import_checkpoint(find(source), out, Layout(expert=8), Options(threads=threads + 1))
             return
         place = find(shards)
-        refuse_damage(place)
-        export_checkpoint(place, out, Options(threads=threads, max_file_bytes=SHARD_BYTES))
+        refuse_damage(place, threads + 1)
+        export_checkpoint(place, out, Options(threads=threads + 1, max_file_bytes=SHARD_BYTES))
 
     return convert
 
