@@ -73,7 +73,7 @@ def leading_side(
 
     def draw_probe() -> list[Sample]:
         prompts = [prompt for one in data.held_out for prompt in one.prompts][: cfg.telemetry.probe_prompts]
-        if not prompts:
+        if not prompts or not policy.num_experts:
             return []
         greedy = replace(evaluator.greedy, temperature=1.0)
         return probe_samples(evaluator.collect(prompts, step=0, group_size=1, params=greedy))

@@ -92,5 +92,10 @@ def _check(layout: Layout, layers: int, experts: int) -> None:
             f"--pipeline x --virtual-pipeline = {layout.pipeline} x {layout.virtual_pipeline} = {stages} must divide "
             f"the model's {layers} layers"
         )
+    if not experts and layout.expert * layout.expert_tensor > 1:
+        raise ConfigError(
+            f"--expert is {layout.expert} and --expert-tensor {layout.expert_tensor}, but the model has no experts; "
+            "leave both out"
+        )
     if experts % layout.expert:
         raise ConfigError(f"--expert is {layout.expert}, but must divide the model's {experts} experts")

@@ -16,8 +16,11 @@ from moerl.metrics import Max, Mean, Metrics, masked_mean, merge_into
 from moerl.types import MicroBatch
 
 
-def rollout_agreement(batches: Sequence[MicroBatch], results: Sequence[MicroResult]) -> Metrics:
-    """Learner against engine, both at the weights that made the data; nothing where the engine gave no routes.
+def rollout_agreement(
+    batches: Sequence[MicroBatch], results: Sequence[MicroResult], *, has_experts: bool = True
+) -> Metrics:
+    """Learner against engine, both at the weights that made the data; nothing where routers had a say and the engine
+    gave no routes.
 
     Two float32 forwards may choose different experts at a near tie; what comes of it (the layers above, and the rows
     after it in its sequence) differs by far more than rounding, and rightly. So a route is judged only where no route
@@ -25,7 +28,10 @@ def rollout_agreement(batches: Sequence[MicroBatch], results: Sequence[MicroResu
     that is judged.
     """
     metrics: Metrics = {}
-    if all(batch.routes is not None for batch in batches):
+    if not has_experts:
+        for batch, result in zip(batches, results, strict=True):
+            merge_into(metrics, _agreement_without_experts(batch, result.logprobs))
+    elif all(batch.routes is not None for batch in batches):
         for batch, result in zip(batches, results, strict=True):
             if result.observed is not None:
                 merge_into(metrics, _agreement(batch, result.logprobs, result.observed))
@@ -46,12 +52,26 @@ def _agreement(batch: MicroBatch, logprobs: Tensor, seen: Observation) -> Metric
 
     follows = torch.cat([so_far.new_zeros(1), so_far.any(-1)[:-1]]) & (batch.position_ids > 0)
     judged = batch.mask & ~follows
-    scale = 1 + batch.rollout_logprobs.abs()  # a logprob is the difference of two numbers of about its size
     return {
-        "contract/logp_gap": _largest(((logprobs - batch.rollout_logprobs).abs() / scale)[judged]),
+        "contract/logp_gap": _logp_gap(batch, logprobs, judged),
         "contract/route_margin": _largest(gap),
         "contract/judged_fraction": masked_mean(judged.float(), batch.mask),
     }
+
+
+def _agreement_without_experts(batch: MicroBatch, logprobs: Tensor) -> Metrics:
+    """Nothing where the completions are a file's, which nobody sampled."""
+    if not bool(batch.rollout_logprobs[batch.mask].isfinite().any()):
+        return {}
+    return {
+        "contract/logp_gap": _logp_gap(batch, logprobs, batch.mask),
+        "contract/judged_fraction": masked_mean(batch.mask.float(), batch.mask),
+    }
+
+
+def _logp_gap(batch: MicroBatch, logprobs: Tensor, judged: Tensor) -> Max:
+    scale = 1 + batch.rollout_logprobs.abs()  # a logprob is the difference of two numbers of about its size
+    return _largest(((logprobs - batch.rollout_logprobs).abs() / scale)[judged])
 
 
 def _any_so_far(flags: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -36,6 +36,16 @@ def check_balancing(rate: float, routing: str, source: ModelSource) -> None:
         )
 
 
+def check_routers(source: ModelSource, routing: str, *, router_shift: bool) -> None:
+    """Raises ConfigError where a setting speaks of routers and the network has none."""
+    if source.moe_layers:
+        return
+    if routing != "none":
+        raise ConfigError(f"algorithm.routing is {routing!r}, but {source.folder} has no experts; set it to none")
+    if router_shift:
+        raise ConfigError(f"algorithm.router_shift is on, but {source.folder} has no experts; switch it off")
+
+
 class BiasBalancing:
     """Moves the bias of every router of the model by `rate` toward equal loads; at 0 nothing is counted or moved."""
 

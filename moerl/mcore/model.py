@@ -116,6 +116,11 @@ def transformer_config(
             "the model family asks for layers of multi-token prediction; no objective trains them, and their routers "
             "would neither replay nor be observed, so a family must leave them out"
         )
+    if not source.moe_layers and parallel.ep.size * parallel.etp.size > 1:
+        raise ConfigError(
+            f"parallel.expert is {parallel.ep.size} and parallel.expert_tensor {parallel.etp.size}, but "
+            f"{source.folder} has no experts; set both to 1"
+        )
     fields.update(_recompute(precision.recompute))
     fields.update(_implementation())
     config = _kind(source, fields)(
@@ -294,6 +299,8 @@ def _build_chunk(
             rotary_percent=arguments["rotary_percent"],
             rotary_interleaved=config.rotary_interleaved,
             rotary_base=arguments["rotary_base"],
+            rope_scaling=arguments.get("rope_scaling", False),
+            rope_scaling_factor=arguments.get("rope_scaling_factor", 1.0),
             use_cpu_initialization=True,
             cp_group=model.pg_collection.cp,
         )

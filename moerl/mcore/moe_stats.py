@@ -122,6 +122,11 @@ def logprob_pair_metrics(batches: Sequence[MicroBatch], old: Sequence[Tensor]) -
     return mismatch_metrics(torch.cat(list(old)), rollout, mask, torch.cat(seq_ids), count, "mm")
 
 
+def was_sampled(batch: MicroBatch) -> bool:
+    """Completions of a file have no logprobs: nobody sampled them."""
+    return bool(batch.rollout_logprobs[batch.mask].isfinite().any())
+
+
 def replay_coverage(batch: MicroBatch, *, covers_all: bool) -> Metrics:
     """`route/replay_coverage` over the rows that predict a live token; the last row of a sequence never has a route."""
     predicts = batch.mask.roll(-1)

@@ -16,7 +16,7 @@ from moerl.config.schema import ModelSection, OptimSection, ParallelSection, Pre
 from moerl.errors import ConfigError
 from moerl.mcore import checkpoint, moe_stats
 from moerl.mcore.agreement import rollout_agreement, update_agreement
-from moerl.mcore.balancing import check_balancing
+from moerl.mcore.balancing import check_balancing, check_routers
 from moerl.mcore.frozen import REFERENCE, TEACHER, FrozenWeights, chosen
 from moerl.mcore.inputs import FILLED, fill_step, loss_inputs
 from moerl.mcore.model import ModelSource, build_chunks, read_same_shape, read_source, transformer_config
@@ -65,8 +65,9 @@ class MegatronPolicy:
         self.version = 0
         """Completed updates: the step of the learning-rate schedule."""
         self.device = torch.device(torch.cuda.current_device())
-        self.num_experts = int(kwargs["num_moe_experts"])
-        self.topk = int(kwargs["moe_router_topk"])
+        self.num_experts = int(kwargs.get("num_moe_experts") or 0)
+        """Of a layer; 0 for a network without experts, which has no routes and no `route/*`."""
+        self.topk = int(kwargs.get("moe_router_topk") or 0)
         self.parallel = parallel
         self._weights = weights
         self._runner = runner
@@ -105,8 +106,9 @@ class MegatronPolicy:
             raise ConfigError(f"algorithm.routing is {routing!r}; allowed: {', '.join(ROUTINGS)}")
         source = read_source(model)
         refuse_unproven(source.family)
-        layout = initialize_parallel(parallel, seed)
+        check_routers(source, routing, router_shift=router_shift)
         check_balancing(model.router_bias_update_rate, routing, source)
+        layout = initialize_parallel(parallel, seed)
         config = transformer_config(source, section=model, precision=precision, parallel=layout)
         chunks = build_chunks(source, config, layout, head=precision.head)
         weights = WeightMap(source, chunks, layout)
@@ -168,9 +170,10 @@ class MegatronPolicy:
             return True
         if len(batch.minibatches) == 1:
             return False
-        # With rollout routes the pairs (rollout, old) and (old, current) are always measured, whatever the loss reads.
-        has_routes = any(micro.routes is not None for minibatch in batch.minibatches for micro in minibatch)
-        return has_routes or bool(needs & {"old_logprobs"}) or self._routing == "R2"
+        # With rollout routes, or samples of a network without, both pairs are measured whatever the loss reads.
+        every = [micro for minibatch in batch.minibatches for micro in minibatch]
+        paired = [micro.routes is not None if self.num_experts else moe_stats.was_sampled(micro) for micro in every]
+        return any(paired) or bool(needs & {"old_logprobs"}) or self._routing == "R2"
 
     def _replay_for_score(self, batch: MicroBatch) -> Routes:
         return rollout_routes(batch) if self._routing == "R3" else (None, None)
@@ -207,11 +210,10 @@ class MegatronPolicy:
             metrics.update(moe_stats.rollout_pair_metrics(batches, observed))
             counts = moe_stats.own_counts(batches, observed, self.num_experts)
             metrics.update(load_of_counts(self.parallel.sum_over_data(counts)))
-        # Completions of a file have none: nobody sampled them.
-        if any(batch.rollout_logprobs[batch.mask].isfinite().any() for batch in batches):
+        if any(moe_stats.was_sampled(batch) for batch in batches):
             metrics.update(moe_stats.logprob_pair_metrics(batches, [result.logprobs for result in results]))
         if self.version == 0:
-            metrics.update(rollout_agreement(batches, results))
+            metrics.update(rollout_agreement(batches, results, has_experts=self.num_experts > 0))
         if self._routing in ("R2", "R3"):
             for batch in batches:
                 merge_into(metrics, moe_stats.replay_coverage(batch, covers_all=self._routing == "R2"))
@@ -286,8 +288,9 @@ class MegatronPolicy:
 
     def _route_metrics(self, minibatch: Sequence[MicroBatch], results: Sequence[MicroResult]) -> Metrics:
         """(old, current); and (rollout, old) where the score pass was skipped because old is current."""
-        if any(result.observed is None for result in results):
-            return {}
+        if any(result.observed is None for result in results):  # no experts
+            was_scored = any(batch.old_logprobs is not None for batch in minibatch)
+            return {} if was_scored else self._pair_metrics(minibatch, results)
         now = [moe_stats.live_stats(b, _seen(r)) for b, r in zip(minibatch, results, strict=True)]
         if all(sample in self._old_routing for batch in minibatch for sample in batch.sample_ids):
             before = [moe_stats.live_stats(batch, self._old_observation(batch)) for batch in minibatch]

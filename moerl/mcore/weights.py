@@ -20,6 +20,7 @@ from moerl.models.rules import Rule, match_parameters, shift_indices, shorten
 from moerl.models.sharded import open_weights
 
 DEFAULT_INIT_STD = 0.02
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 BACKBONE = ("embedding.", "decoder.")
 """Megatron names of everything but the output layer start so."""
 
@@ -52,6 +53,7 @@ class WeightMap:
         self.rules: list[Rule] = [rule for rule in rules if has_head or rule.megatron_name.startswith(BACKBONE)]
         self.local: dict[str, Tensor] = {}
         """Global megatron name -> this rank's part."""
+        is_tied = source.kwargs["share_embeddings_and_output_weights"]
         experts = int(source.kwargs.get("num_moe_experts") or 0) // parallel.ep.size * parallel.ep.rank
         for chunk in chunks:
             model = unwrap(chunk)
@@ -61,6 +63,8 @@ class WeightMap:
             for name, tensor in [*model.named_parameters(), *biases]:
                 if not has_head and not name.startswith(BACKBONE):
                     continue
+                if is_tied and name == OUTPUT:  # the last stage's copy; megatron adds up the gradients of the two
+                    name = EMBEDDING  # noqa: PLW2901
                 found = re.match(r"decoder\.layers\.(\d+)\.", name)
                 offset = offsets[int(found[1])] if found else 0
                 self.local[shift_indices(name, layers=offset, experts=experts)] = tensor

@@ -25,6 +25,8 @@ GPT_ARGUMENTS = frozenset(
         "position_embedding_type",
         "rotary_base",
         "rotary_percent",
+        "rope_scaling",
+        "rope_scaling_factor",
     }
 )
 """Keys of `transformer_kwargs` that are arguments of GPTModel; all others are fields of TransformerConfig."""
@@ -112,12 +114,9 @@ MAPPING_ONLY = "mapping only"
 _LINEAR_ATTENTION = "its layers of lightning attention have no counterpart in megatron-core"
 _SPARSE_ATTENTION = "its indexer of sparse attention has no packed form here, and routes of tokens would not be exact"
 _WIDE_NORMS = "its norms of queries and keys span all heads, where megatron-core's span one head"
-_NO_EXPERTS = "it has no experts, and the learner and its metrics ask for at least one layer of them"
 UNSUPPORTED: dict[str, str] = {
-    "LlamaForCausalLM": _NO_EXPERTS,
     "MiniMaxM2ForCausalLM": _WIDE_NORMS,
     "OlmoeForCausalLM": _WIDE_NORMS,
-    "Qwen3ForCausalLM": _NO_EXPERTS,
     "Qwen3NextForCausalLM": "megatron-core builds its gated delta net with flash-linear-attention alone, a library of "
     "GPU kernels, so that nothing could be compared on a CPU",
     "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,

@@ -58,6 +58,10 @@ PLAIN_ROPE_FIELDS = frozenset({"partial_rotary_factor", "rope_theta", "rope_type
 """Of a rotary embedding: of YaRN alone, and of any."""
 
 
+LLAMA3_BOUNDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Of the wavelengths that Llama 3.1's rotary embedding scales; all released models have these."""
+
+
 def required(hf: Mapping[str, Any], kind: type[V], *names: str) -> V:
     """The value of a field that may be spelt in several ways; an int passes for a float.
 
@@ -106,6 +110,13 @@ def refuse_active(hf: Mapping[str, Any], name: str, inactive: tuple[Any, ...] = 
         raise CheckpointError(f"config.json: {name} is {hf[name]!r}, which is not supported (allowed: {allowed})")
 
 
+def refuse_other_attention(hf: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where `layer_types` has anything but full attention."""
+    odd_types = sorted(set(hf.get("layer_types") or []) - {"full_attention"})
+    if odd_types:
+        raise CheckpointError(f"config.json: layer_types has {odd_types}, not supported (allowed: 'full_attention')")
+
+
 def plain_rope_theta(hf: Mapping[str, Any]) -> float:
     """The base of an unscaled rotary embedding over whole heads, from the old place (top level) or the new one
     (`rope_parameters`).
@@ -129,6 +140,36 @@ def partial_rope(hf: Mapping[str, Any]) -> tuple[float, float]:
     if not 0 < share <= 1:
         raise CheckpointError(f"config.json: partial_rotary_factor is {share}; it must be in (0, 1]")
     return _rope_value(hf, "rope_theta"), share
+
+
+def llama3_rope(hf: Mapping[str, Any]) -> tuple[float, float | None]:
+    """(base, factor) of a rotary embedding over whole heads, scaled as Llama 3.1's; None where it is not scaled.
+
+    Raises:
+        CheckpointError: as `plain_rope_theta`; another kind of scaling, or bounds of the scaled wavelengths other than
+            those that megatron has built in.
+    """
+    tables = {place: hf.get(place) or {} for place in ("rope_parameters", "rope_scaling")}
+    scaled = [table for table in tables.values() if table.get("rope_type", table.get("type")) == "llama3"]
+    if not scaled:
+        return plain_rope_theta(hf), None
+    table = scaled[0]
+    if scaled[-1] != table:
+        raise CheckpointError("config.json: rope_parameters and rope_scaling contradict each other; keep one of them")
+    odd = {name: table.get(name) for name, value in LLAMA3_BOUNDS.items() if table.get(name) != value}
+    if odd:
+        raise CheckpointError(
+            f"config.json: the llama3 rotary scaling has {odd}; Megatron's is built for {LLAMA3_BOUNDS} alone"
+        )
+    factor = required(table, float, "factor")
+    if factor < 1:
+        raise CheckpointError(f"config.json: the llama3 rotary scaling has factor {factor}; it must be at least 1")
+    own = {"rope_type", "type", "factor", *LLAMA3_BOUNDS}
+    rest = {
+        place: {name: value for name, value in held.items() if held != table or name not in own}
+        for place, held in tables.items()
+    }
+    return plain_rope_theta({**hf, **rest}), factor
 
 
 def _rope_value(hf: Mapping[str, Any], name: str) -> float:

@@ -1,4 +1,4 @@
-"""What decoders with grouped-query attention and routed experts share: their shape, their rules, their settings.
+"""What decoders with grouped-query attention share, with and without routed experts: shape, rules, settings.
 
 A family reads config.json into a `DecoderShape`; the rules, the fused places and the common settings follow from it, so
 that a tensor's name is written once for all families that use it.
@@ -58,6 +58,7 @@ class DecoderShape:
     dense_width: int
     expert_width: int
     experts: int
+    """Of a layer; 0 in a model that has none at all, and no `moe_*` settings then."""
     topk: int
     vocab: int
     is_moe: tuple[bool, ...]
@@ -81,8 +82,10 @@ class DecoderShape:
     """Names of an expert's three matrices on disk."""
 
 
-def attention_sizes(hf: HFConfig) -> dict[str, Any]:
+def attention_sizes(hf: HFConfig, *, has_experts: bool = True) -> dict[str, Any]:
     """Layers, widths, heads, experts and vocabulary; what nearly all families spell alike.
+
+    Without `has_experts`, widths and numbers of them are 0.
 
     Raises:
         CheckpointError: a field is missing, or heads are not a multiple of key and value heads.
@@ -96,8 +99,8 @@ def attention_sizes(hf: HFConfig) -> dict[str, Any]:
         # transformers derives a missing head_dim in these families
         "head_dim": hidden // heads if hf.get("head_dim") is None else required(hf, int, "head_dim"),
         "dense_width": required(hf, int, "intermediate_size"),
-        "expert_width": required(hf, int, "moe_intermediate_size"),
-        "topk": required(hf, int, "num_experts_per_tok"),
+        "expert_width": required(hf, int, "moe_intermediate_size") if has_experts else 0,
+        "topk": required(hf, int, "num_experts_per_tok") if has_experts else 0,
         "vocab": required(hf, int, "vocab_size"),
     }
     if heads % sizes["groups"]:
@@ -142,15 +145,16 @@ def decoder_kwargs(shape: DecoderShape, hf: HFConfig) -> dict[str, Any]:
         "add_bias_linear": False,
         "add_qkv_bias": shape.has_qkv_bias,
         "rotary_interleaved": False,
-        "num_moe_experts": shape.experts,
-        "moe_ffn_hidden_size": shape.expert_width,
         "moe_layer_freq": [int(is_moe) for is_moe in shape.is_moe],
-        "moe_router_topk": shape.topk,
         "vocab_size": shape.vocab,
         "max_sequence_length": required(hf, int, "max_position_embeddings"),
         "share_embeddings_and_output_weights": shape.is_tied,
         "position_embedding_type": "rope",
     }
+    if shape.experts:
+        settings["num_moe_experts"] = shape.experts
+        settings["moe_ffn_hidden_size"] = shape.expert_width
+        settings["moe_router_topk"] = shape.topk
     if shape.has_expert_bias:
         settings["moe_router_enable_expert_bias"] = True
     if shape.shared_width:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from moerl.errors import CheckpointError
 from moerl.models.family import HFConfig
-from moerl.models.hf_config import plain_rope_theta, refuse_active, refuse_unknown, required
+from moerl.models.hf_config import plain_rope_theta, refuse_active, refuse_other_attention, refuse_unknown, required
 from moerl.models.moe_decoder import (
     COMMON_FIELDS,
     DecoderFamily,
@@ -50,7 +50,7 @@ class QwenMoe(DecoderFamily):
         refuse_unknown(hf, self.known)
         refuse_active(hf, "use_sliding_window")
         refuse_active(hf, "hidden_act", ("silu",))
-        _refuse_other_attention(hf)
+        refuse_other_attention(hf)
         sizes = attention_sizes(hf)
         experts = required(hf, int, "num_experts", "num_local_experts")
         check_topk(sizes["topk"], experts, "num_experts")
@@ -86,10 +86,3 @@ def _sparse_step_layers(hf: HFConfig, layers: int) -> tuple[bool, ...]:
     if outside:
         raise CheckpointError(f"config.json: mlp_only_layers names {outside}, but there are only {layers} layers")
     return tuple((i + 1) % step == 0 and i not in dense for i in range(layers))
-
-
-def _refuse_other_attention(hf: HFConfig) -> None:
-    """Raises CheckpointError where `layer_types` has anything but full attention."""
-    odd_types = sorted(set(hf.get("layer_types") or []) - {"full_attention"})
-    if odd_types:
-        raise CheckpointError(f"config.json: layer_types has {odd_types}, not supported (allowed: 'full_attention')")

@@ -25,6 +25,8 @@ _ONLY: dict[str, dict[str, tuple[Any, Any]]] = {
     "qwen3_moe": {**_PLAIN, "attention_bias": (False, False), "partial_rotary_factor": (1.0, 1.0)},
     "qwen2_moe": {**_PLAIN, "partial_rotary_factor": (1.0, 1.0)},
     "glm4_moe": {**_PLAIN, "scoring_func": ("sigmoid", "sigmoid"), "topk_method": ("noaux_tc", "noaux_tc")},
+    "qwen3": {**_PLAIN, "attention_bias": (False, False), "partial_rotary_factor": (1.0, 1.0)},
+    "llama": {**_PLAIN, **dict.fromkeys(("attention_bias", "mlp_bias"), (False, False))},
     "mixtral": {**_PLAIN, "sliding_window": (None, None), "partial_rotary_factor": (1.0, 1.0)},
 }
 """model_type -> key -> (the one value that is implemented, what Hugging Face assumes where the key is absent)."""
@@ -33,6 +35,8 @@ _ALSO = {
     "qwen3_moe": _ROUTED,
     "qwen2_moe": (*_ROUTED, "shared_expert_intermediate_size"),
     "mixtral": ("num_experts_per_tok", "intermediate_size"),
+    "qwen3": ("intermediate_size",),
+    "llama": ("intermediate_size",),
     "glm4_moe": (
         *_ROUTED,
         "n_group",
@@ -46,6 +50,8 @@ _ALSO = {
     ),
 }
 """model_type -> keys that must be there beside the sizes; the second is the inner width of an expert."""
+_DENSE = ("qwen3", "llama")
+"""Without experts."""
 _EPS = {"glm4_moe": 1e-5, "mixtral": 1e-5}
 """model_type -> what Hugging Face takes for `rms_norm_eps` where it is absent; 1e-6 in the others."""
 
@@ -96,6 +102,18 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3.1's: long waves are stretched by the factor, short ones are not, those between in part."""
+
+    factor: float
+    low_freq_factor: float
+    """Waves longer than the original length over this are stretched in full."""
+    high_freq_factor: float
+    """And those shorter than it over this not at all."""
+    original_length: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReferenceConfig:
     """What the arithmetic needs to know; names as in the code, not as in config.json."""
 
@@ -123,6 +141,7 @@ class ReferenceConfig:
     qkv_bias: bool
     shared: SharedExpert | None
     names: ExpertNames = ExpertNames()
+    rope_scaling: RopeScaling | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ReferenceConfig:
@@ -170,9 +189,9 @@ class ReferenceConfig:
             num_heads=heads,
             num_kv_heads=int(raw["num_key_value_heads"]),
             head_dim=head_dim,
-            num_experts=_num_experts(raw, where),
-            experts_per_token=int(raw["num_experts_per_tok"]),
-            expert_size=int(raw[_ALSO[kind][1]]),
+            num_experts=0 if kind in _DENSE else _num_experts(raw, where),
+            experts_per_token=0 if kind in _DENSE else int(raw["num_experts_per_tok"]),
+            expert_size=0 if kind in _DENSE else int(raw[_ALSO[kind][1]]),
             dense_size=int(raw["intermediate_size"]) if len(moe_layers) < layers else 0,
             moe_layers=moe_layers,
             router=_router(raw, kind),
@@ -180,10 +199,11 @@ class ReferenceConfig:
             rotary_dim=int(head_dim * _rope(raw, "partial_rotary_factor", share, where)),
             rms_norm_eps=float(raw.get("rms_norm_eps", _EPS.get(kind, 1e-6))),
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qk_norm=kind == "qwen3_moe" or bool(raw.get("use_qk_norm", False)),
+            qk_norm=kind in ("qwen3_moe", "qwen3") or bool(raw.get("use_qk_norm", False)),
             qkv_bias=bool(raw.get("qkv_bias", True)) if kind == "qwen2_moe" else bool(raw.get("attention_bias", False)),
             shared=_shared(raw, kind),
             names=_NAMES.get(kind, ExpertNames()),
+            rope_scaling=_rope_scaling(raw, where) if kind == "llama" else None,
         )
 
 
@@ -206,6 +226,8 @@ def _refuse_unimplemented(raw: Mapping[str, Any], kind: Any, where: str) -> None
 
 
 def _moe_layers(raw: Mapping[str, Any], kind: str, layers: int) -> tuple[int, ...]:
+    if kind in _DENSE:
+        return ()
     if kind == "glm4_moe":
         return tuple(range(int(raw["first_k_dense_replace"]), layers))
     sparse_step = int(raw.get("decoder_sparse_step", 1))
@@ -246,11 +268,28 @@ def _num_experts(raw: Mapping[str, Any], where: str) -> int:
     return int(experts)
 
 
+def _rope_table(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The rotary embedding's own table, and its type."""
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    return rope, rope.get("rope_type", rope.get("type", "default"))
+
+
+def _rope_scaling(raw: Mapping[str, Any], where: str) -> RopeScaling | None:
+    rope, kind = _rope_table(raw)
+    if kind != "llama3":
+        return None
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [name for name in names if name not in rope]
+    if missing:
+        raise ConfigError(f"{where}: rotary embedding {rope} lacks {', '.join(missing)}; they must be written down")
+    return RopeScaling(*(float(rope[name]) for name in names))
+
+
 def _rope(raw: Mapping[str, Any], name: str, absent: float | None, where: str) -> float:
     """A value of the rotary embedding, from its own table or from the top level."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" or (absent == 1.0 and rope.get("partial_rotary_factor", 1.0) != 1.0):
+    rope, kind = _rope_table(raw)
+    allowed = ("default", "llama3") if raw.get("model_type") == "llama" else ("default",)
+    if kind not in allowed or (absent == 1.0 and rope.get("partial_rotary_factor", 1.0) != 1.0):
         raise ConfigError(f"{where}: rotary embedding {rope} is not implemented by the reference model, only 'default'")
     value = rope.get(name, raw.get(name, absent))
     if value is None:

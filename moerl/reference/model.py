@@ -6,6 +6,7 @@ The module tree is that of Hugging Face, so `named_parameters()` are the Hugging
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moerl.errors import CheckpointError, DataError
-from moerl.reference.config import ReferenceConfig
+from moerl.reference.config import ReferenceConfig, RopeScaling
 from moerl.reference.loading import check_weights, read_weights
 from moerl.reference.moe import MLP, Gate, MoE, linear, probs_of, wide
 
@@ -248,9 +249,20 @@ def rotary_tables(cfg: ReferenceConfig, position_ids: Tensor, dtype: torch.dtype
     """
     wider = torch.float64 if dtype == torch.float64 else torch.float32
     exponent = torch.arange(0, cfg.rotary_dim, 2, device=position_ids.device).to(wider) / cfg.rotary_dim
-    angles = position_ids[..., None].to(wider) * (1.0 / cfg.rope_theta**exponent)
+    frequencies = 1.0 / cfg.rope_theta**exponent
+    if cfg.rope_scaling is not None:
+        frequencies = _stretched(frequencies, cfg.rope_scaling)
+    angles = position_ids[..., None].to(wider) * frequencies
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1's waves: how often one fits into the original length decides which part of it is kept."""
+    often = scaling.original_length * frequencies / (2 * math.pi)
+    kept = (often - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ class _Batch:
             if p.temperature > 0:
                 self.uniforms[row, : p.max_new_tokens] = torch.from_numpy(uniforms_of(p.seed, p.max_new_tokens))
         width = max(len(ids) + p.max_new_tokens for ids, p in zip(prompts, params, strict=True)) - 1
-        wants = any(p.return_routes for p in params)
+        wants = any(p.return_routes for p in params) and bool(cfg.moe_layers)
         shape = (len(params), width, len(cfg.moe_layers), cfg.experts_per_token)
         dtype = torch.uint8 if cfg.num_experts <= 256 else torch.int16
         self.routes = torch.zeros(shape, dtype=dtype) if wants else None

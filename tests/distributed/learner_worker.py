@@ -166,12 +166,13 @@ def train(case: dict[str, Any], layout: dict[str, Any], out: Path, name: str) ->
     parallel = learner.policy.parallel
     record: dict[str, Any] = {"metrics": [], "rank": parallel.rank}
     arrays: dict[str, Any] = {}
-    for step in range(STEPS):
+    for step in range(case.get("steps", STEPS)):
         batch, metrics = learner.scored(step)
         if step == 0:
             grads = learner.policy.gradients(batch.minibatches[0], learner.objective)
             arrays |= {f"grad/{name}": value.float().cpu().numpy() for name, value in grads.items()}
-            if parallel.tp.rank == parallel.cp.rank == parallel.pp.rank == 0:
+            is_first = parallel.tp.rank == parallel.cp.rank == parallel.pp.rank == 0
+            if is_first and learner.policy.num_experts:
                 np.savez(out / f"{name}.routes.{parallel.dp.rank}.npz", **routes_of(batch))
         metrics |= learner.learner.update(batch, learner.objective)
         record["metrics"].append(to_floats(metrics))

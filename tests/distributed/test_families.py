@@ -18,12 +18,8 @@ from ranks import run_worker
 from tiny_models import KINDS
 
 WORKER = Path(__file__).with_name("learner_worker.py")
-LAYOUTS: dict[int, dict[str, int]] = {
-    1: {},
-    2: {"tensor": 2, "expert": 2},
-    4: {"tensor": 2, "expert": 2, "pipeline": 2},
-}
-"""Processes -> sizes."""
+LAYOUTS: dict[int, dict[str, int]] = {1: {}, 2: {"tensor": 2}, 4: {"tensor": 2, "pipeline": 2}}
+"""Processes -> sizes; where there are experts, the tensor ranks also share them out."""
 TOLERANCE = 2e-5
 """Of `1 + |value|`; of a tensor's largest entry for gradients; absolute for weights."""
 
@@ -34,8 +30,8 @@ def name_of(kind: str) -> str:
 
 
 def told(kind: str, folder: str) -> dict[str, Any]:
-    """What the worker is told of a kind."""
-    return case(folder, "grpo", "R3", SGD, kind)
+    """What the worker is told of a kind: one step, of two updates."""
+    return {**case(folder, "grpo", "R3" if KINDS[kind].layers else "none", SGD, kind), "steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +39,12 @@ def outcomes(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     models = {kind: str(tiny_models.save_model(folder / kind, kind)) for kind in KINDS}
     for world_size, sizes in LAYOUTS.items():
-        cases = [told(kind, models[kind]) for kind in KINDS]
-        layout = {"name": str(world_size), "sizes": sizes, "cases": cases}
-        run_worker(WORKER, {"layouts": [layout]}, folder, world_size, limit_seconds=300)
+        layouts = []
+        for has_experts in (True, False):
+            cases = [told(kind, models[kind]) for kind in KINDS if bool(KINDS[kind].layers) is has_experts]
+            experts = {"expert": sizes.get("tensor", 1)} if has_experts else {}
+            layouts.append({"name": str(world_size), "sizes": sizes | experts, "cases": cases})
+        run_worker(WORKER, {"layouts": layouts}, folder, world_size, limit_seconds=300)
     return folder
 
 
@@ -68,6 +67,8 @@ def test_gradients_weights_and_metrics_are_those_of_one_process(outcomes, world_
         assert np.abs(together[key] - value).max() <= allowed, key
     for step, (a, b) in enumerate(zip(metrics, others, strict=True)):
         assert a.keys() == b.keys()
+        assert {"loss", "optim/grad_norm"} <= a.keys()
+        assert ("route_update/dev_p90" in a) is (KINDS[kind].layers > 0)
         for name in {"loss", "optim/grad_norm", "route/replay_coverage", "route_update/dev_p90"} & a.keys():
             assert abs(a[name] - b[name]) <= TOLERANCE * (1 + abs(a[name])), (step, name)
 
@@ -76,6 +77,10 @@ def test_gradients_weights_and_metrics_are_those_of_one_process(outcomes, world_
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_routes_before_the_first_update_are_those_of_one_process(outcomes, world_size, kind):
     alone, together = (routes(outcomes, size, kind) for size in (1, world_size))
+    if not KINDS[kind].layers:
+        assert not alone
+        assert not together
+        return
     assert len(alone) == 12
     assert alone.keys() == together.keys()
     for sample, chosen in alone.items():

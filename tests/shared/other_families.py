@@ -5,10 +5,14 @@ from __future__ import annotations
 from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -48,6 +52,24 @@ FAMILIES = {
         "use_qk_norm": False,
         "partial_rotary_factor": 0.8,
     },
+    "qwen3": {
+        "model_type": "qwen3",
+        **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")),
+    },
+    "llama": {
+        "model_type": "llama",
+        **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")),
+        "hidden_size": 36,
+        "max_position_embeddings": 16384,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
     "mixtral": {
         "model_type": "mixtral",
         "num_experts": None,
@@ -62,5 +84,7 @@ CLASSES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
 }

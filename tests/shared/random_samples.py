@@ -39,8 +39,8 @@ def random_samples(
                 advantages=np.where(mask, advantage, 0).astype(np.float32),
                 reward=float(i % 3),
                 temperature=1.0 if i % 2 else 0.8,
-                routed_experts=LocalArray(routes.astype(np.uint8)),
-                has_route=np.arange(length) < length - 1,
+                routed_experts=LocalArray(routes.astype(np.uint8)) if shape["layers"] else None,
+                has_route=np.arange(length) < length - 1 if shape["layers"] else None,
             )
         )
     return made

@@ -94,10 +94,21 @@ GPT_OSS = dict(
     rope_parameters={**YARN_ROPE, "mscale": None, "mscale_all_dim": None, "truncate": False},
 )
 
+DENSE = dict(moe_intermediate_size=None, rope_parameters=FULL_ROPE)
+LLAMA_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA = {**DENSE, "hidden_size": 48, "max_position_embeddings": 16384, "rope_parameters": LLAMA_ROPE}
+
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of router."""
+    """One kind of router, or none."""
 
     architecture: str
     sizes: dict[str, Any]
@@ -106,14 +117,14 @@ class Kind:
 
     @property
     def experts(self) -> int:
-        """Of a layer."""
+        """Of a layer; 0 without any."""
         names = ("num_experts", "n_routed_experts", "num_local_experts")
-        return int(next(self.sizes[name] for name in names if name in self.sizes))
+        return int(next((self.sizes[name] for name in names if name in self.sizes), 0))
 
     @property
     def topk(self) -> int:
         """Experts of a token."""
-        return int(self.sizes["num_experts_per_tok"])
+        return int(self.sizes.get("num_experts_per_tok", 0))
 
 
 NULLABLE = frozenset({"q_lora_rank"})
@@ -127,6 +138,8 @@ KINDS = {
     "latent": Kind("DeepseekV3ForCausalLM", LATENT, 3),
     "latent_softmax": Kind("DeepseekV2ForCausalLM", LATENT_SOFTMAX, 3),
     "latent_listed": Kind("Glm4MoeLiteForCausalLM", LATENT_LISTED, 3),
+    "dense": Kind("Qwen3ForCausalLM", DENSE, 0),
+    "llama": Kind("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}, 0),
 }
 SAME_MAPPING = frozenset({"latent_softmax", "latent_listed"})
 """Kinds whose rules are those of another one."""
@@ -146,7 +159,8 @@ def make_model(name: str, *, seed: int = 3, **overrides: Any) -> Any:
     sizes |= {key: value for key, value in overrides.items() if key in NULLABLE}
     torch.manual_seed(seed)
     model = model_class._from_config(model_class.config_class(**sizes), attn_implementation="eager").float().eval()
-    model.set_experts_implementation("eager")  # the default, grouped_mm, refuses odd widths
+    if kind.layers:
+        model.set_experts_implementation("eager")  # the default, grouped_mm, refuses odd widths
     with torch.no_grad():
         for at, tensor in model.state_dict().items():
             noise = torch.randn_like(tensor)
@@ -168,7 +182,7 @@ def forward_of(model: Any, micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ids = micro.token_ids[start:stop][None]
         logq = torch.log_softmax(model(ids).logits[0], -1)
         logprobs += [logq.new_zeros(1), logq[:-1].gather(-1, ids[0, 1:, None])[:, 0]]
-        routes.append(torch.stack(chosen, 1))
+        routes.append(torch.stack(chosen, 1) if chosen else ids.new_zeros(ids.shape[1], 0, 0))
         chosen.clear()
     for handle in handles:
         handle.remove()

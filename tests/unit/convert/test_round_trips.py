@@ -35,6 +35,13 @@ def folder(request, tmp_path_factory) -> Path:
     return save_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
+def layouts_of(folder: Path) -> list[Layout]:
+    """Those that the model allows: one without experts has none to share out."""
+    if any(rule.is_expert for rule in rules_of(folder)):
+        return LAYOUTS
+    return [layout for layout in LAYOUTS if layout.expert * layout.expert_tensor == 1]
+
+
 def rules_of(folder: Path):
     hf = read_config(folder)
     return family_of(hf).weight_rules(hf)
@@ -42,7 +49,7 @@ def rules_of(folder: Path):
 
 def test_every_layout_comes_back_bit_for_bit(folder, tmp_path):
     original = load_file(folder / "model.safetensors")
-    for number, layout in enumerate(LAYOUTS):
+    for number, layout in enumerate(layouts_of(folder)):
         shards, back = tmp_path / f"shards{number}", tmp_path / f"back{number}"
         built = import_checkpoint(find(folder), shards, layout, Options())
         assert built is not None
@@ -61,7 +68,7 @@ def test_every_layout_comes_back_bit_for_bit(folder, tmp_path):
 
 def test_every_box_of_the_model_is_held_once(folder):
     rules = rules_of(folder)
-    for layout in LAYOUTS:
+    for layout in layouts_of(folder):
         seen: dict[str, torch.Tensor] = {}
         ranks = list(pieces_by_rank(rules, layout))
         assert len(ranks) == layout.world_size
@@ -93,7 +100,7 @@ def test_small_files_hold_the_same_and_an_index_says_where(folder, tmp_path):
 def test_transformers_loads_what_comes_back(folder, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    import_checkpoint(find(folder), tmp_path / "shards", Layout(expert=2), Options())
+    import_checkpoint(find(folder), tmp_path / "shards", layouts_of(folder)[-1], Options())
     export_checkpoint(find(tmp_path / "shards"), tmp_path / "back", Options())
     tokens = torch.arange(12)[None]
     with torch.no_grad():
@@ -115,9 +122,9 @@ def test_inspection_counts_what_transformers_counts(folder):
     )
     rules = rules_of(folder)
     experts = sum(math.prod(rule.megatron_shape()) for rule in rules if rule.is_expert)
-    assert found["parameters_by_kind"]["experts"] == experts
+    assert found["parameters_by_kind"].get("experts", 0) == experts
     settings = find(folder).family.transformer_kwargs(read_config(folder))
-    idle = experts * (1 - settings["moe_router_topk"] / settings["num_moe_experts"])
+    idle = experts * (1 - settings["moe_router_topk"] / settings["num_moe_experts"]) if experts else 0
     assert found["active_parameters"] == round(found["parameters"] - idle)
     assert {kind_of(rule.megatron_name) for rule in rules} == found["parameters_by_kind"].keys()
     assert found["checksums"] == "none recorded"
@@ -138,6 +145,13 @@ def test_sizes_that_do_not_divide_are_refused(tmp_path, sizes, told):
         import_checkpoint(find(folder), tmp_path / "out", Layout(**sizes), Options())
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.converting").exists()
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 2}, {"expert_tensor": 2}])
+def test_experts_that_are_not_there_are_not_shared_out(tmp_path, sizes):
+    folder = save_model(tmp_path / "hf", "dense")
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        import_checkpoint(find(folder), tmp_path / "out", Layout(**sizes), Options())
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import KINDS, forward_of, make_model
+from tiny_models import KINDS, forward_of, make_model, save_model
 
+from moerl.errors import ConfigError
 from moerl.models.family import family_of
 from moerl.models.hf_folder import HFFolder, InMemory, Unfused, read_config
 from moerl.models.rules import buffer_names
@@ -33,6 +34,8 @@ def test_logprobs_and_routes_equal_transformers(kit, both, micro):
     with torch.no_grad():
         logprobs, routes = forward_of(model, micro)
     assert (policy.logprobs(micro) - logprobs).abs().max() < 1e-5
+    if not routes.numel():  # no experts
+        return
     live = torch.nonzero(micro.mask & (micro.position_ids > 0))[:, 0] - 1
     (stats,) = policy.observe([micro])
     assert torch.equal(stats.own_routes.sort(-1).values, routes[live].sort(-1).values)
@@ -62,3 +65,27 @@ def test_export_is_the_folder_bit_for_bit(kit, both):
     source, exported = HFFolder(folder), dict(kit.make_policy(folder).export())
     assert exported.keys() == source.names()
     assert all(torch.equal(tensor, source.get(name)) for name, tensor in exported.items())
+
+
+@pytest.fixture(scope="module")
+def dense_folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("dense"), "dense")
+
+
+@pytest.mark.parametrize("routing", ["R2", "R3", "frozen_router", "frozen_router_bias"])
+def test_routing_is_refused_where_there_are_no_routers(kit, dense_folder, routing):
+    with pytest.raises(ConfigError, match=f"algorithm.routing is {routing!r}, but .* has no experts; set it to none"):
+        kit.make_policy(dense_folder, routing=routing)
+
+
+def test_router_shift_is_refused_where_there_are_no_routers(kit, dense_folder):
+    with pytest.raises(ConfigError, match=r"algorithm\.router_shift is on, but .* has no experts"):
+        kit.make_policy(dense_folder, router_shift=True)
+
+
+def test_llamas_scaling_is_in_the_forward(kit, tmp_path, micro):
+    """The same weights with a plain rotary embedding are another model, by far more than rounding."""
+    folder = save_model(tmp_path / "scaled", "llama")
+    scaled = kit.make_policy(folder).logprobs(micro)
+    plain = save_model(tmp_path / "plain", "llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert (kit.make_policy(plain).logprobs(micro) - scaled).abs().max() > 1e-4
