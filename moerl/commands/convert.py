@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
+    from torch import Tensor
 
     from moerl.convert.building import Built
     from moerl.convert.imports import Options
@@ -36,7 +37,7 @@ conversion that was killed goes on where it was when the same command is started
   torchrun --standalone --nproc-per-node 8 -m moerl convert import HF_DIR OUT
 """
 DTYPES = ("keep", "bf16", "fp16", "fp32")
-EXPORT_DTYPES = (*DTYPES, "fp8-block")
+EXPORT_DTYPES = (*DTYPES, "fp8-block", "fp8-tensor")
 AXES = ("tensor", "pipeline", "virtual-pipeline", "expert", "expert-tensor")
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -60,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     go.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     _add_writing(go, EXPORT_DTYPES, "5GB", "largest file of the folder (default %(default)s)")
+    go.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="texts, one a line, on which --dtype fp8-tensor measures what goes into each layer",
+    )
     same = actions.add_parser("verify", help="compare two models, whatever form each has")
     same.add_argument("first", type=Path, metavar="A", help="a model in any form")
     same.add_argument("second", type=Path, metavar="B", help="another")
@@ -152,12 +159,11 @@ def _find(path: Path, args: argparse.Namespace) -> Place:
 
 def _options(args: argparse.Namespace) -> Options:
     from moerl.convert.imports import Options
-    from moerl.convert.precision import FP8_BLOCK, REST_OF_FP8, WORDS
+    from moerl.convert.precision import FP8_BLOCK, FP8_TENSOR, REST_OF_FP8, WORDS
 
-    is_fp8 = args.dtype == FP8_BLOCK
     return Options(
-        dtype=REST_OF_FP8 if is_fp8 else WORDS[args.dtype],
-        fp8_blocks=is_fp8,
+        dtype=REST_OF_FP8 if args.dtype in (FP8_BLOCK, FP8_TENSOR) else WORDS[args.dtype],
+        fp8_blocks=args.dtype == FP8_BLOCK,
         allowed=tuple(args.allow_unmapped),
         max_file_bytes=args.max_shard_size,
         threads=args.threads,
@@ -167,8 +173,10 @@ def _options(args: argparse.Namespace) -> Options:
 
 def _convert(args: argparse.Namespace) -> int:
     from moerl.convert.exports import export_checkpoint
+    from moerl.convert.fp8_tensors import export_fp8_tensors
     from moerl.convert.imports import import_checkpoint
     from moerl.convert.layouts import Layout
+    from moerl.convert.precision import FP8_TENSOR
     from moerl.convert.show import ByteProgress
 
     world = launched_world()
@@ -177,11 +185,27 @@ def _convert(args: argparse.Namespace) -> int:
         if args.action == "import":
             sizes = {axis.replace("-", "_"): getattr(args, axis.replace("-", "_")) for axis in AXES}
             built = import_checkpoint(place, args.out, Layout(**sizes), _options(args), world=world, show=show)
+        elif args.dtype == FP8_TENSOR:
+            built = export_fp8_tensors(place, args.out, _options(args), _texts(place, args), show=show)
         else:
             built = export_checkpoint(place, args.out, _options(args), world=world, show=show)
     if built is not None:
         _tell(args.out, built)
     return 0
+
+
+def _texts(place: Place, args: argparse.Namespace) -> list[Tensor]:
+    """What --dtype fp8-tensor measures inputs on."""
+    from moerl.convert.fp8_tensors import calibration_tokens
+
+    if not launched_world().is_alone:
+        raise ConfigError("--dtype fp8-tensor runs the model in one process; start it without a launcher")
+    if args.calibration is None:
+        raise ConfigError(
+            "--dtype fp8-tensor has one scale for all inputs of a layer, which is measured on text; name a file of "
+            "texts like those that the model will see, one a line, with --calibration, or use --dtype fp8-block"
+        )
+    return calibration_tokens(args.calibration, place.settings)
 
 
 def _tell(out: Path, built: Built) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from moerl.convert.building import Show
 from moerl.convert.imports import left_out
 from moerl.convert.places import Place
+from moerl.convert.transformers_model import transformers_model
 from moerl.errors import ConfigError
 from moerl.models.hf_folder import WeightSource
-from moerl.models.quantised import quantisation_of, without_quantisation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,14 +162,7 @@ def _by_megatron(place: Place, tokens: Tensor, probes: Tensor) -> tuple[Tensor, 
 
 @torch.no_grad()
 def _by_transformers(place: Place, tokens: Tensor, probes: Tensor) -> tuple[Tensor, Tensor | None]:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    if quantisation_of(place.hf) is None:
-        model = AutoModelForCausalLM.from_pretrained(place.weights, dtype=torch.float32).eval()
-    else:
-        model = _dequantised(place).eval()
+    model = transformers_model(place, torch.float32)
     routes: list[Tensor] = []
     hooks = [
         module.register_forward_hook(lambda _module, _inputs, output: routes.append(output[2]))
@@ -182,21 +175,6 @@ def _by_transformers(place: Place, tokens: Tensor, probes: Tensor) -> tuple[Tens
             hook.remove()
     logprobs = logits[:-1].float().log_softmax(-1).index_select(-1, probes)
     return logprobs, torch.stack(routes, 1) if routes else None
-
-
-def _dequantised(place: Place) -> torch.nn.Module:
-    """transformers' model of weights that were quantised. Its own reader takes the size of a block from the number of
-    scales, and so scales partial blocks wrongly (192 rows and 2 scales: 96) or refuses them (576 rows and 5 scales).
-    """
-    import transformers
-    from transformers import CONFIG_MAPPING
-
-    source, hf = place.open(), without_quantisation(place.hf)
-    tensors = {name: source.get(name) for name in source.names()}
-    config = CONFIG_MAPPING[hf["model_type"]].from_dict(hf)
-    return getattr(transformers, hf["architectures"][0]).from_pretrained(
-        None, config=config, state_dict=tensors, dtype=torch.float32
-    )
 
 
 def _routers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from moerl.convert.building import Building, Built, Show, planned_files
@@ -13,13 +16,31 @@ from moerl.convert.imports import Options, elements_by_dtype, left_out, manifest
 from moerl.convert.places import HF_MANIFEST, Place
 from moerl.convert.precision import FP8_BLOCK, cast, written_dtype
 from moerl.manifest import write_manifest
-from moerl.models.disk import disk_tensors
+from moerl.models.disk import DiskTensor, disk_tensors
 from moerl.models.hf_export import copy_settings, shard_name, write_index
+from moerl.models.hf_folder import WeightSource
 from moerl.tensor_file import Described
 from moerl.world import World
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Of one file, as on the hub."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What a folder is to hold."""
+
+    tensors: Sequence[Described]
+    """In order."""
+    make: Callable[[Sequence[Described]], Iterator[Tensor]]
+    """The values of some of them that stand in one file, in order; threads call it."""
+    words: str
+    """What tells values in this form from those in another."""
+    followers: frozenset[str] = frozenset()
+    """Names of scales, which stand in the file of the weight before them."""
+    quantisation: Mapping[str, Any] | None = None
+    """For config.json."""
+    more_files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def export_checkpoint(
@@ -44,30 +65,58 @@ def export_checkpoint(
     quantised = fp8_names(rules) if options.fp8_blocks else frozenset()
     source = place.open(options.allowed)
     held = {tensor.name: tensor for tensor in disk_tensors(place.family, place.hf)}
-    tensors = [
-        Described(name, written_dtype(tensor.rule, source.dtype(tensor.first), options.dtype), tensor.shape)
-        for name, tensor in held.items()
-    ]
-    stored, scales = with_scales(tensors, quantised)
-    count = len(planned_files(stored, options.max_file_bytes, str, followers=scales)[1])
-    files, _ = planned_files(stored, options.max_file_bytes, lambda i: shard_name(i, count), followers=scales)
+    stored, scales = with_scales(plain_tensors(held.values(), source, options.dtype), quantised)
 
-    def make(number: int) -> Iterator[Tensor]:
-        for described in files[number].tensors:
+    def make(tensors: Sequence[Described]) -> Iterator[Tensor]:
+        for described in tensors:
             if described.name in quantised:
                 yield from fp8_blocks(described.name, held[described.name].make(source.get))
             elif described.name not in scales:
                 yield cast(described.name, held[described.name].make(source.get), described.dtype)
 
+    export = Export(
+        stored,
+        make,
+        words=FP8_BLOCK if options.fp8_blocks else str(options.dtype),
+        followers=scales,
+        quantisation=quantization_config(rules, quantised) if options.fp8_blocks else None,
+    )
+    return write_folder(place, out, options, export, source, world=world, show=show)
+
+
+def plain_tensors(held: Iterable[DiskTensor], source: WeightSource, dtype: torch.dtype | None) -> list[Described]:
+    """Every tensor of the model in the type in which it is written where it is not quantised."""
+    return [
+        Described(tensor.name, written_dtype(tensor.rule, source.dtype(tensor.first), dtype), tensor.shape)
+        for tensor in held
+    ]
+
+
+def write_folder(
+    place: Place,
+    out: Path,
+    options: Options,
+    export: Export,
+    source: WeightSource,
+    *,
+    world: World = World(),  # noqa: B008  frozen
+    show: Show | None = None,
+) -> Built | None:
+    """Build the folder; see `export_checkpoint`."""
+    size, followers = options.max_file_bytes, export.followers
+    count = len(planned_files(export.tensors, size, str, followers=followers)[1])
+    files, _ = planned_files(export.tensors, size, lambda i: shard_name(i, count), followers=followers)
+    plain = [tensor for tensor in export.tensors if tensor.name not in followers and tensor.dtype.itemsize > 1]
+
     def finish(folder: Path, built: Built) -> None:
         if count > 1:
             write_index(folder, {tensor.name: file.name for file in files for tensor in file.tensors}, built.num_bytes)
-        settings = quantization_config(rules, quantised) if options.fp8_blocks else None
-        copy_settings(place.settings, folder, elements_by_dtype(tensors), quantisation=settings)
+        copy_settings(place.settings, folder, elements_by_dtype(plain), quantisation=export.quantisation)
+        for name, content in export.more_files.items():
+            (folder / name).write_bytes(content)
         content = manifest_of(place, folder, built, options, left_out(place, source))
         write_manifest(folder, content, name=HF_MANIFEST)
 
-    dtype = FP8_BLOCK if options.fp8_blocks else str(options.dtype)
-    identity = {"from": place.identity(), "to": "huggingface", "dtype": dtype}
+    identity = {"from": place.identity(), "to": "huggingface", "dtype": export.words}
     building = Building(out, files, identity, world=world, overwrite=options.overwrite)
-    return building.build(make, finish, threads=options.threads, show=show)
+    return building.build(lambda i: export.make(files[i].tensors), finish, threads=options.threads, show=show)

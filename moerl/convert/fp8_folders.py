@@ -37,7 +37,7 @@ def fp8_names(rules: Sequence[Rule]) -> frozenset[str]:
         named = [name for name, shape in own if len(shape) == 2 and name.endswith(".weight")]
         if rule.is_expert and not named:
             raise ConfigError(
-                f"--dtype fp8-block: {rule.hf_names[0]} holds experts in a form that no published FP8 folder has; "
+                f"FP8: {rule.hf_names[0]} holds an expert in a form that no published FP8 folder has; "
                 "export them with --dtype bf16"
             )
         found.update(named)

@@ -15,6 +15,7 @@ from moerl.models.rules import Rule
 WORDS = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """What `--dtype` may be."""
 FP8_BLOCK = "fp8-block"
+FP8_TENSOR = "fp8-tensor"
 """What it may be of an export beside."""
 REST_OF_FP8 = torch.bfloat16
 """Whatever is not FP8 then; routers and their biases keep their own type as ever."""

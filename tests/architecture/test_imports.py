@@ -20,7 +20,7 @@ OWNERS = {
     "megatron": ("moerl/mcore/",),
     "transformer_engine": ("moerl/mcore/",),
     "apex": ("moerl/mcore/",),
-    "modelopt": ("moerl/mcore/precision.py",),
+    "modelopt": ("moerl/convert/fp8_tensors.py",),
     "sglang": ("moerl/rollout/engines/sglang_engine.py",),
     "wandb": ("moerl/telemetry/sinks.py",),
     "omegaconf": ("moerl/config/load.py", "moerl/config/schema.py", "moerl/registry.py"),

@@ -1,0 +1,165 @@
+"""A folder with one FP8 scale for each weight and one for its inputs, measured on text by nvidia-modelopt.
+
+modelopt runs transformers' model, whole in memory, and writes a folder of its own. Taken from that folder are only the
+FP8 weights, held to the source one by one, and their scales; all else is written as in any other export.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moerl.convert.building import Built, Show
+from moerl.convert.exports import Export, plain_tensors, write_folder
+from moerl.convert.fp8_folders import fp8_names
+from moerl.convert.imports import Options, refuse_same_folder
+from moerl.convert.places import Place
+from moerl.convert.precision import cast, keeps_dtype
+from moerl.convert.transformers_model import transformers_model
+from moerl.errors import CheckpointError, ConfigError
+from moerl.models.disk import disk_tensors
+from moerl.models.hf_folder import HFFolder, WeightSource, read_config
+from moerl.models.rules import Rule, shorten
+from moerl.tensor_file import Described
+
+SETTINGS_FILE = "hf_quant_config.json"
+"""What some readers look at in place of config.json."""
+MAX_TEXTS = 512
+MAX_TOKENS = 2048
+"""Of a text."""
+_SCALES = (".weight_scale", ".input_scale")
+_STEPS = 32.0
+"""Largest step between neighbours of float8, in units of the scale."""
+
+
+def calibration_tokens(path: Path, settings: Path) -> list[Tensor]:
+    """Token ids of the texts in `path`, one a line, by the tokenizer in the folder `settings`.
+
+    Raises:
+        ConfigError: no such file, or nothing in it.
+    """
+    from transformers import AutoTokenizer
+
+    if not path.is_file():
+        raise ConfigError(f"--calibration is {path}, which is no file; name a file with one text a line")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:MAX_TEXTS]
+    tokenizer = AutoTokenizer.from_pretrained(settings)
+    tokens = [torch.tensor(tokenizer(line)["input_ids"][:MAX_TOKENS]) for line in lines]
+    tokens = [one for one in tokens if one.numel()]
+    if not tokens:
+        raise ConfigError(f"--calibration is {path}, which holds no text; it needs one text a line")
+    return tokens
+
+
+def export_fp8_tensors(
+    place: Place, out: Path, options: Options, texts: Sequence[Tensor], *, show: Show | None = None
+) -> Built | None:
+    """Write the model of `place` as modelopt's FP8; `texts` are token ids [s] on which inputs are measured.
+
+    Raises:
+        ConfigError: modelopt is not installed, an existing target, or FP8 of experts that have no such layout.
+        CheckpointError: what `Place.open` refuses, or weights of modelopt's that are not those of the model.
+    """
+    modelopt_version = _require_modelopt()
+    refuse_same_folder(place, out)
+    if out.exists() and not options.overwrite:
+        raise ConfigError(f"{out} exists and is left as it is; choose another target, or give --overwrite")
+    rules = place.family.weight_rules(place.hf)
+    linear, source = fp8_names(rules), place.open(options.allowed)
+    held = {tensor.name: tensor for tensor in disk_tensors(place.family, place.hf)}
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.modelopt-") as made:
+        _run_modelopt(place, Path(made), texts)
+        theirs = HFFolder(made)
+        quantised = _checked_names(theirs, rules, linear)
+        stored: list[Described] = []
+        for tensor in plain_tensors(held.values(), source, options.dtype):
+            own = _own_names(tensor.name) if tensor.name in quantised else ()
+            stored += [Described(name, theirs.dtype(name), theirs.shape(name)) for name in own] or [tensor]
+
+        def make(tensors: Sequence[Described]) -> Iterator[Tensor]:
+            for described in tensors:
+                name = described.name
+                if name in quantised:
+                    yield _held_to_source(name, theirs, source)
+                elif name.endswith(_SCALES):
+                    yield theirs.get(name)
+                else:
+                    yield cast(name, held[name].make(source.get), described.dtype)
+
+        digest = hashlib.sha256(json.dumps([text.tolist() for text in texts]).encode()).hexdigest()
+        export = Export(
+            stored,
+            make,
+            words=f"fp8-tensor by modelopt {modelopt_version} on {digest}",
+            followers=frozenset(tensor.name for tensor in stored if tensor.name.endswith(_SCALES)),
+            quantisation=dict(read_config(made)["quantization_config"]),
+            more_files={SETTINGS_FILE: (Path(made) / SETTINGS_FILE).read_bytes()},
+        )
+        return write_folder(place, out, options, export, source, show=show)
+
+
+def _own_names(name: str) -> tuple[str, ...]:
+    base = name.removesuffix(".weight")
+    return (name, *(base + ending for ending in _SCALES))
+
+
+def _require_modelopt() -> str:
+    try:
+        import modelopt
+        import modelopt.torch.export
+        import modelopt.torch.quantization
+    except ImportError as error:
+        raise ConfigError(
+            f"--dtype fp8-tensor takes nvidia-modelopt, which cannot be imported ({error}); install it with "
+            "pip install 'moerl[modelopt]', or export with --dtype fp8-block, which needs nothing"
+        ) from error
+    return str(modelopt.__version__)
+
+
+def _run_modelopt(place: Place, folder: Path, texts: Sequence[Tensor]) -> None:
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+
+    model: Any = transformers_model(place, torch.bfloat16)
+    model.set_experts_implementation("eager")  # so that each expert is a call of its own, which modelopt can measure
+
+    def run(model: Any) -> None:
+        for tokens in texts:
+            model(tokens[None], use_cache=False)
+
+    with torch.no_grad():
+        model = mtq.quantize(model, mtq.FP8_DEFAULT_CFG, run)
+        export_hf_checkpoint(model, export_dir=folder)
+
+
+def _checked_names(theirs: HFFolder, rules: Sequence[Rule], linear: frozenset[str]) -> frozenset[str]:
+    """Names of the FP8 weights, once every one of the model's linear layers is among them and nothing is unknown."""
+    quantised = {name for name in theirs.names() if theirs.dtype(name) is torch.float8_e4m3fn}
+    missing = sorted(linear - quantised)
+    missing += sorted(name for weight in quantised for name in _own_names(weight) if name not in theirs.names())
+    routers = {name for rule in rules if keeps_dtype(rule) for name in rule.hf_names}
+    known = {name for rule in rules for name in rule.hf_names} | {n for w in quantised for n in _own_names(w)}
+    wrong = sorted((theirs.names() - known) | (quantised & routers))
+    if missing or wrong:
+        what = f"lacks {shorten(missing)}" if missing else f"has {shorten(wrong)}, which are not to be there"
+        raise CheckpointError(f"modelopt's folder {what}; this version does not know the model, use --dtype fp8-block")
+    return frozenset(quantised)
+
+
+def _held_to_source(name: str, theirs: HFFolder, source: WeightSource) -> Tensor:
+    weight, scale = theirs.get(name), float(theirs.get(_own_names(name)[1]))
+    plain = source.get(name).float()
+    if weight.shape != plain.shape or not bool(((weight.float() * scale - plain).abs() <= _STEPS * scale).all()):
+        raise CheckpointError(
+            f"{name}: what modelopt made of it is another tensor; this version does not know the model, use --dtype "
+            "fp8-block"
+        )
+    return weight
