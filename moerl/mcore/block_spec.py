@@ -13,17 +13,26 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moerl.mcore.latent_attention import SAVED_NAMES, LatentAttention
 from moerl.mcore.local_spec import PackedAttention, RMSNorm
+from moerl.mcore.parallel import Axis
 from moerl.mcore.router_replay import ReplayRouter
+from moerl.mcore.wide_norm import WideRMSNorm
 
 
-def block_spec(config: TransformerConfig, *, use_te: bool, vp_stage: int | None = None) -> Any:
-    """Megatron's decoder spec with this room's router; without TransformerEngine, its attention and norm too."""
+def block_spec(
+    config: TransformerConfig, *, use_te: bool, vp_stage: int | None = None, wide_norms: Axis | None = None
+) -> Any:
+    """Megatron's decoder spec with this room's router; without TransformerEngine, its attention and norm too.
+
+    `wide_norms`: the tensor axis, where norms of queries and keys span all heads.
+    """
     spec: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
     )
     for layer in spec.layer_specs:
         parts: Any = layer.submodules
         parts.mlp = _with_replay_router(parts.mlp)
+        if wide_norms is not None:
+            _widen(parts.self_attention.submodules, config, wide_norms)
         if use_te:
             continue
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -37,11 +46,17 @@ def block_spec(config: TransformerConfig, *, use_te: bool, vp_stage: int | None 
             continue
         attention = parts.self_attention.submodules
         for name in ("q_layernorm", "k_layernorm"):
-            if getattr(attention, name) is not IdentityOp:
+            if wide_norms is None and getattr(attention, name) is not IdentityOp:
                 setattr(attention, name, RMSNorm)
     if not use_te:
         spec.layer_norm = RMSNorm
     return spec
+
+
+def _widen(attention: Any, config: TransformerConfig, axis: Axis) -> None:
+    sizes = {"q_layernorm": config.num_attention_heads, "k_layernorm": config.num_query_groups}
+    for name, heads in sizes.items():
+        setattr(attention, name, functools.partial(WideRMSNorm, heads=heads, axis=axis))
 
 
 def _latent(parts: Any) -> None:

@@ -25,7 +25,7 @@ from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import RouteController
 from moerl.mcore.rows import Predictions, RowPlan, predictions
 from moerl.mcore.vocab_parallel import HeadSettings, VocabShard, linear_logprobs, linear_top_logprobs
-from moerl.models.family import GPT_ARGUMENTS, ModelFamily, family_of
+from moerl.models.family import GPT_ARGUMENTS, WIDE_QK_NORM, ModelFamily, family_of
 from moerl.models.hf_folder import read_config
 from moerl.models.rules import padded_vocab_size
 from moerl.types import MicroBatch
@@ -102,7 +102,7 @@ def transformer_config(
     Raises:
         ConfigError: a precision, recomputation mode or combination that this build cannot run.
     """
-    fields = {name: value for name, value in source.kwargs.items() if name not in GPT_ARGUMENTS}
+    fields = {name: value for name, value in source.kwargs.items() if name not in GPT_ARGUMENTS | {WIDE_QK_NORM}}
     activation = fields.pop("activation_func")
     if activation != "silu":
         raise ConfigError(f"model family asks for activation {activation!r}; only 'silu' is built")
@@ -284,7 +284,9 @@ def _build_chunk(
     first_stage, last_stage = stage in (None, 0), stage in (None, (parallel.virtual_pipeline or 1) - 1)
     model = kind(
         config=config,
-        transformer_layer_spec=block_spec(config, use_te=use_te, vp_stage=stage),
+        transformer_layer_spec=block_spec(
+            config, use_te=use_te, vp_stage=stage, wide_norms=parallel.tp if kwargs.get(WIDE_QK_NORM) else None
+        ),
         vocab_size=padded_vocab_size(vocab, VOCAB_MULTIPLE, parallel.tp.size),
         pre_process=parallel.pp.rank == 0 and first_stage,
         post_process=parallel.is_last_stage and last_stage,

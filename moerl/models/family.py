@@ -30,6 +30,8 @@ GPT_ARGUMENTS = frozenset(
     }
 )
 """Keys of `transformer_kwargs` that are arguments of GPTModel; all others are fields of TransformerConfig."""
+WIDE_QK_NORM = "qk_norm_over_heads"
+"""But for this one, which only moerl's layers know: norms of queries and keys span all heads of a token (bool)."""
 
 YARN_ATTRIBUTES = frozenset(
     {
@@ -113,10 +115,7 @@ MAPPING_ONLY = "mapping only"
 
 _LINEAR_ATTENTION = "its layers of lightning attention have no counterpart in megatron-core"
 _SPARSE_ATTENTION = "its indexer of sparse attention has no packed form here, and routes of tokens would not be exact"
-_WIDE_NORMS = "its norms of queries and keys span all heads, where megatron-core's span one head"
 UNSUPPORTED: dict[str, str] = {
-    "MiniMaxM2ForCausalLM": _WIDE_NORMS,
-    "OlmoeForCausalLM": _WIDE_NORMS,
     "Qwen3NextForCausalLM": "megatron-core builds its gated delta net with flash-linear-attention alone, a library of "
     "GPU kernels, so that nothing could be compared on a CPU",
     "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,

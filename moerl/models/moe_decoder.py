@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moerl.errors import CheckpointError
-from moerl.models.family import FusedSlice, HFConfig
+from moerl.models.family import WIDE_QK_NORM, FusedSlice, HFConfig
 from moerl.models.hf_config import refuse_active, required
 from moerl.models.latent_attention import LatentAttention, latent_rules, read_latent
 from moerl.models.rules import QKV, Copy, GateUp, Rule, Vocab
@@ -67,9 +67,13 @@ class DecoderShape:
     latent: LatentAttention | None = None
     """Attention by latents, with as many key heads as heads; `head_dim` is that of its queries."""
     has_qk_norm: bool = False
+    has_wide_qk_norm: bool = False
+    """With `has_qk_norm`: each spans all heads."""
     has_qkv_bias: bool = False
     has_expert_bias: bool = False
-    """The routers add a bias to their scores, for the choice alone (`e_score_correction_bias`)."""
+    """The routers add a bias to their scores, for the choice alone."""
+    expert_bias_name: str = "gate.e_score_correction_bias"
+    """Where it lies, beside the experts."""
     shared_width: int = 0
     """Width of what runs for every token beside the routed experts; 0 for none."""
     shared_name: str = ""
@@ -155,6 +159,8 @@ def decoder_kwargs(shape: DecoderShape, hf: HFConfig) -> dict[str, Any]:
         settings["num_moe_experts"] = shape.experts
         settings["moe_ffn_hidden_size"] = shape.expert_width
         settings["moe_router_topk"] = shape.topk
+    if shape.has_wide_qk_norm:
+        settings[WIDE_QK_NORM] = True
     if shape.has_expert_bias:
         settings["moe_router_enable_expert_bias"] = True
     if shape.shared_width:
@@ -202,7 +208,8 @@ class DecoderFamily(ABC):
         for layer, is_moe in enumerate(shape.is_moe):
             disk, memory = f"model.layers.{layer}.{shape.moe_name}", f"model.layers.{layer}.mlp"
             if is_moe and disk != memory:
-                slices[f"{disk}.gate.weight"] = FusedSlice(f"{memory}.gate.weight", None)
+                for name in ("gate.weight", *([shape.expert_bias_name] if shape.has_expert_bias else [])):
+                    slices[f"{disk}.{name}"] = FusedSlice(f"{memory}.{name}", None)
             gate, up, down = (f"{part}.weight" for part in shape.expert_parts)
             fused = f"{memory}.experts"
             for e in range(shape.experts if is_moe else 0):
@@ -257,9 +264,9 @@ def _head_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
             num_query_groups=shape.groups,
             head_dim=d,
         )
-    for part in "qk" if shape.has_qk_norm else "":
+    for part, width in zip("qk", rows[:2], strict=True) if shape.has_qk_norm else ():
         norm = f"{megatron}.self_attention.{part}_layernorm.weight"
-        yield copy_rule(norm, f"{hf}.self_attn.{part}_norm.weight", (d,), layer)
+        yield copy_rule(norm, f"{hf}.self_attn.{part}_norm.weight", (width if shape.has_wide_qk_norm else d,), layer)
     proj = f"{megatron}.self_attention.linear_proj.weight"
     yield copy_rule(proj, f"{hf}.self_attn.o_proj.weight", (h, shape.heads * d), layer, axis=1)
 
@@ -270,7 +277,7 @@ def _moe_rules(shape: DecoderShape, layer: int) -> Iterator[Rule]:
     if shape.has_expert_bias:
         yield Copy(
             megatron_name=f"{megatron}.router.expert_bias",
-            hf_names=(f"{hf}.gate.e_score_correction_bias",),
+            hf_names=(f"{hf}.{shape.expert_bias_name}",),
             hf_shapes=((shape.experts,),),
             layer=layer,
             is_buffer=True,

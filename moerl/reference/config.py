@@ -27,6 +27,19 @@ _ONLY: dict[str, dict[str, tuple[Any, Any]]] = {
     "glm4_moe": {**_PLAIN, "scoring_func": ("sigmoid", "sigmoid"), "topk_method": ("noaux_tc", "noaux_tc")},
     "qwen3": {**_PLAIN, "attention_bias": (False, False), "partial_rotary_factor": (1.0, 1.0)},
     "llama": {**_PLAIN, **dict.fromkeys(("attention_bias", "mlp_bias"), (False, False))},
+    "olmoe": {
+        **_PLAIN,
+        "attention_bias": (False, False),
+        "clip_qkv": (None, None),
+        "partial_rotary_factor": (1.0, 1.0),
+    },
+    "minimax_m2": {
+        **_PLAIN,
+        "scoring_func": ("sigmoid", "sigmoid"),
+        "sliding_window": (None, None),
+        "use_qk_norm": (True, True),
+        "shared_intermediate_size": (0, 0),
+    },
     "mixtral": {**_PLAIN, "sliding_window": (None, None), "partial_rotary_factor": (1.0, 1.0)},
 }
 """model_type -> key -> (the one value that is implemented, what Hugging Face assumes where the key is absent)."""
@@ -35,6 +48,8 @@ _ALSO = {
     "qwen3_moe": _ROUTED,
     "qwen2_moe": (*_ROUTED, "shared_expert_intermediate_size"),
     "mixtral": ("num_experts_per_tok", "intermediate_size"),
+    "olmoe": ("num_experts_per_tok", "intermediate_size"),
+    "minimax_m2": ("num_experts_per_tok", "intermediate_size", "head_dim"),
     "qwen3": ("intermediate_size",),
     "llama": ("intermediate_size",),
     "glm4_moe": (
@@ -50,9 +65,11 @@ _ALSO = {
     ),
 }
 """model_type -> keys that must be there beside the sizes; the second is the inner width of an expert."""
+_PARTIAL = ("glm4_moe", "minimax_m2")
+"""Those that may rotate a part of each head."""
 _DENSE = ("qwen3", "llama")
 """Without experts."""
-_EPS = {"glm4_moe": 1e-5, "mixtral": 1e-5}
+_EPS = {"glm4_moe": 1e-5, "mixtral": 1e-5, "olmoe": 1e-5}
 """model_type -> what Hugging Face takes for `rms_norm_eps` where it is absent; 1e-6 in the others."""
 
 
@@ -68,9 +85,14 @@ class ExpertNames:
     """Holds the router `gate`, and `experts`."""
     parts: tuple[str, str, str] = PARTS
     """The three matrices of an expert."""
+    bias: str = "gate.e_score_correction_bias"
+    """Of sigmoid routers."""
 
 
-_NAMES = {"mixtral": ExpertNames("block_sparse_moe", ("w1", "w3", "w2"))}
+_NAMES = {
+    "mixtral": ExpertNames("block_sparse_moe", ("w1", "w3", "w2")),
+    "minimax_m2": ExpertNames("block_sparse_moe", ("w1", "w3", "w2"), "e_score_correction_bias"),
+}
 """model_type -> other names."""
 
 
@@ -138,6 +160,8 @@ class ReferenceConfig:
     rms_norm_eps: float
     tied_embeddings: bool
     qk_norm: bool
+    wide_qk_norm: bool
+    """Each spans all heads."""
     qkv_bias: bool
     shared: SharedExpert | None
     names: ExpertNames = ExpertNames()
@@ -181,7 +205,7 @@ class ReferenceConfig:
                 f"num_key_value_heads={raw['num_key_value_heads']}"
             )
         head_dim = int(raw.get("head_dim") or hidden // heads)
-        share = 0.5 if kind == "glm4_moe" else 1.0
+        share = {"glm4_moe": 0.5, "minimax_m2": int(raw.get("rotary_dim") or head_dim) / head_dim}.get(kind, 1.0)
         return cls(
             vocab_size=int(raw["vocab_size"]),
             hidden_size=hidden,
@@ -199,7 +223,8 @@ class ReferenceConfig:
             rotary_dim=int(head_dim * _rope(raw, "partial_rotary_factor", share, where)),
             rms_norm_eps=float(raw.get("rms_norm_eps", _EPS.get(kind, 1e-6))),
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qk_norm=kind in ("qwen3_moe", "qwen3") or bool(raw.get("use_qk_norm", False)),
+            wide_qk_norm=kind in ("olmoe", "minimax_m2"),
+            qk_norm=kind in ("qwen3_moe", "qwen3", "olmoe", "minimax_m2") or bool(raw.get("use_qk_norm", False)),
             qkv_bias=bool(raw.get("qkv_bias", True)) if kind == "qwen2_moe" else bool(raw.get("attention_bias", False)),
             shared=_shared(raw, kind),
             names=_NAMES.get(kind, ExpertNames()),
@@ -236,6 +261,8 @@ def _moe_layers(raw: Mapping[str, Any], kind: str, layers: int) -> tuple[int, ..
 
 
 def _router(raw: Mapping[str, Any], kind: str) -> RouterConfig:
+    if kind == "minimax_m2":
+        return RouterConfig(is_sigmoid=True)
     if kind != "glm4_moe":
         return RouterConfig(is_normalised=kind == "mixtral" or bool(raw.get("norm_topk_prob", False)))
     return RouterConfig(
@@ -289,7 +316,7 @@ def _rope(raw: Mapping[str, Any], name: str, absent: float | None, where: str) -
     """A value of the rotary embedding, from its own table or from the top level."""
     rope, kind = _rope_table(raw)
     allowed = ("default", "llama3") if raw.get("model_type") == "llama" else ("default",)
-    if kind not in allowed or (absent == 1.0 and rope.get("partial_rotary_factor", 1.0) != 1.0):
+    if kind not in allowed or (raw.get("model_type") not in _PARTIAL and rope.get("partial_rotary_factor", 1.0) != 1.0):
         raise ConfigError(f"{where}: rotary embedding {rope} is not implemented by the reference model, only 'default'")
     value = rope.get(name, raw.get(name, absent))
     if value is None:

@@ -96,7 +96,7 @@ class DecoderWeights:
                 output=matrix(f"{at}self_attn.o_proj.weight"),
                 post_norm=vector(f"{at}post_attention_layernorm.weight"),
                 router=matrix(f"{home}gate.weight") if is_moe else None,
-                router_bias=vector(f"{home}gate.e_score_correction_bias") if is_moe and cfg.router.is_sigmoid else None,
+                router_bias=vector(f"{home}{cfg.names.bias}") if is_moe and cfg.router.is_sigmoid else None,
                 gate_up=torch.stack([gate_up for gate_up, _ in experts]),
                 down=torch.stack([down for _, down in experts]),
                 shared=None if shared is None else mlp(f"{home}{shared.name}."),
@@ -222,7 +222,10 @@ class Decoder:
             qkv = qkv + layer.qkv_bias
         q, k, v = qkv.view(rows, width, -1, cfg.head_dim).split([heads, kv_heads, kv_heads], dim=2)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+            if cfg.wide_qk_norm:
+                q, k = (self._norm(x.flatten(2), w).view(x.shape) for x, w in ((q, layer.q_norm), (k, layer.k_norm)))
+            else:
+                q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k = rotated(torch.cat([q, k], dim=2), *at.rotary).split([heads, kv_heads], dim=2)
         at.cache.write(index, k, v, at.positions)
         if at.bias is None:  # prompts: every key is of this very pass

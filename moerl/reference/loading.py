@@ -64,7 +64,10 @@ def expected_shapes(cfg: ReferenceConfig) -> dict[str, tuple[int, ...]]:
             f"{at}self_attn.o_proj.weight": (hidden, query),
         }
         if cfg.qk_norm:
-            shapes |= {f"{at}self_attn.{part}_norm.weight": (cfg.head_dim,) for part in "qk"}
+            shapes |= {
+                f"{at}self_attn.{part}_norm.weight": (width if cfg.wide_qk_norm else cfg.head_dim,)
+                for part, width in (("q", query), ("k", key))
+            }
         if cfg.qkv_bias:
             shapes |= {f"{at}self_attn.{part}_proj.bias": (query if part == "q" else key,) for part in "qkv"}
         if layer not in cfg.moe_layers:
@@ -73,7 +76,7 @@ def expected_shapes(cfg: ReferenceConfig) -> dict[str, tuple[int, ...]]:
         home = f"{at}{cfg.names.home}."
         shapes[f"{home}gate.weight"] = (cfg.num_experts, hidden)
         if cfg.router.is_sigmoid:
-            shapes[f"{home}gate.e_score_correction_bias"] = (cfg.num_experts,)
+            shapes[f"{home}{cfg.names.bias}"] = (cfg.num_experts,)
         shapes |= _shared_shapes(home, cfg)
         for expert in range(cfg.num_experts):
             shapes |= _mlp_shapes(f"{home}experts.{expert}.", hidden, cfg.expert_size, cfg.names.parts)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moerl.errors import CheckpointError, DataError
 from moerl.reference.config import ReferenceConfig, RopeScaling
 from moerl.reference.loading import check_weights, read_weights
-from moerl.reference.moe import MLP, Gate, MoE, linear, probs_of, wide
+from moerl.reference.moe import MLP, MoE, linear, probs_of, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ReferenceModel(nn.Module):
         self.lm_head = None if cfg.tied_embeddings else linear(cfg.hidden_size, cfg.vocab_size)
         self.to(dtype)
         for module in self.modules():
-            if isinstance(module, Gate):
+            if isinstance(module, MoE):
                 module.keep_wide()
 
     @classmethod
@@ -213,12 +213,16 @@ class _Attention(nn.Module):
         self.o_proj = linear(cfg.num_heads * cfg.head_dim, cfg.hidden_size)
         self.has_norms = cfg.qk_norm
         if cfg.qk_norm:
-            self.q_norm = _RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
-            self.k_norm = _RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+            self.is_wide = cfg.wide_qk_norm
+            heads, key_heads = (cfg.num_heads, cfg.num_kv_heads) if cfg.wide_qk_norm else (1, 1)
+            self.q_norm = _RMSNorm(heads * cfg.head_dim, cfg.rms_norm_eps)
+            self.k_norm = _RMSNorm(key_heads * cfg.head_dim, cfg.rms_norm_eps)
 
     def forward(self, x: Tensor, bounds: list[tuple[int, int]], rotary: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = (proj(x).view(x.shape[0], -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.has_norms:
+        if self.has_norms and self.is_wide:
+            q, k = self.q_norm(q.flatten(1)).view(q.shape), self.k_norm(k.flatten(1)).view(k.shape)
+        elif self.has_norms:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = _rotate(q, rotary), _rotate(k, rotary)  # [t, heads, d]
         out = []

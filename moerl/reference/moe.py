@@ -63,25 +63,19 @@ class MLP(nn.Module):
 
 
 class Gate(nn.Module):
-    """A router: logits of every expert, and the bias of sigmoid routers, which is no parameter."""
+    """A router: logits of every expert."""
 
     def __init__(self, cfg: ReferenceConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(cfg.num_experts, cfg.hidden_size))
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
-        self.e_score_correction_bias: Tensor | None
-        self.register_buffer("e_score_correction_bias", torch.zeros(cfg.num_experts) if cfg.router.is_sigmoid else None)
+        self.is_sigmoid = cfg.router.is_sigmoid
 
     def forward(self, x: Tensor) -> Tensor:
-        """[t, h] -> [t, e]; sigmoid routers multiply in float32 whatever the model's dtype, as transformers' do."""
-        if self.e_score_correction_bias is None:
+        """[t, h] -> [t, e]; sigmoid routers multiply in float32 whatever the model's dtype."""
+        if not self.is_sigmoid:
             return wide(F.linear(x, self.weight))
         return F.linear(wide(x), wide(self.weight))
-
-    def keep_wide(self) -> None:
-        """The bias again in float32 (float64 in a float64 model): bfloat16 would make other choices of it."""
-        if self.e_score_correction_bias is not None:
-            self.e_score_correction_bias = wide(self.e_score_correction_bias)
 
 
 class MoE(nn.Module):
@@ -91,6 +85,9 @@ class MoE(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.gate = Gate(cfg)
+        if cfg.router.is_sigmoid:
+            home, name = self._bias_place()
+            home.register_buffer(name, torch.zeros(cfg.num_experts))
         made = (MLP(cfg.hidden_size, cfg.expert_size, cfg.names.parts) for _ in range(cfg.num_experts))
         self.experts = nn.ModuleList(made)
         if cfg.shared is not None:
@@ -98,13 +95,30 @@ class MoE(nn.Module):
             if cfg.shared.gate:
                 self.add_module(cfg.shared.gate, linear(cfg.hidden_size, 1))
 
+    def _bias_place(self) -> tuple[nn.Module, str]:
+        home, _, name = self.cfg.names.bias.rpartition(".")
+        return self.get_submodule(home), name
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[e] of sigmoid routers, which is no parameter."""
+        home, name = self._bias_place()
+        return home.get_buffer(name) if self.cfg.router.is_sigmoid else None
+
+    def keep_wide(self) -> None:
+        """The bias again in float32 (float64 in a float64 model): bfloat16 would make other choices of it."""
+        bias = self.bias
+        if bias is not None:
+            home, name = self._bias_place()
+            home.register_buffer(name, wide(bias))
+
     def forward(
         self, x: Tensor, replay: Tensor | None, has_route: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """-> output [t, h], router logits [t, e], experts used [t, k], router's own experts [t, k]."""
         router_logits = self.gate(x)
         scores = scores_of(router_logits, self.cfg.router)
-        own = choice_of(scores, self.gate.e_score_correction_bias, self.cfg.router, self.cfg.experts_per_token)
+        own = choice_of(scores, self.bias, self.cfg.router, self.cfg.experts_per_token)
         chosen = own if replay is None else replay
         if replay is not None and has_route is not None:
             chosen = torch.where(has_route[:, None], replay, own)

@@ -20,6 +20,7 @@ from moerl.models.family import (
     GPT_ARGUMENTS,
     MAPPING_ONLY,
     UNSUPPORTED,
+    WIDE_QK_NORM,
     YARN_ATTRIBUTES,
     families,
     family_of,
@@ -125,6 +126,57 @@ SAMPLES = {
             head_dim=4,
             num_local_experts=16,
             num_experts_per_tok=2,
+            tie_word_embeddings=True,
+        ),
+    },
+    "olmoe": {
+        "grouped": dict(
+            vocab_size=37,
+            hidden_size=24,
+            intermediate_size=28,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_experts=6,
+            num_experts_per_tok=3,
+        ),
+        "square_tied": dict(
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            num_experts=16,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            tie_word_embeddings=True,
+        ),
+    },
+    "minimax_m2": {
+        "grouped": dict(
+            vocab_size=37,
+            hidden_size=20,
+            intermediate_size=12,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=6,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        ),
+        "square_tied": dict(
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=4,
+            num_local_experts=16,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 1.0},
             tie_word_embeddings=True,
         ),
     },
@@ -461,7 +513,7 @@ def test_settings_are_plain_values_that_megatron_knows(checkpoint):
     known |= YARN_ATTRIBUTES if settings["position_embedding_type"] == "yarn" else set()
     known |= _class_fields(core / "model_parallel_config.py", "ModelParallelConfig")
     gpt = _constructor_arguments(core / "models" / "gpt" / "gpt_model.py", "GPTModel")
-    assert settings.keys() - GPT_ARGUMENTS <= known
+    assert settings.keys() - GPT_ARGUMENTS - {WIDE_QK_NORM} <= known
     assert settings.keys() & GPT_ARGUMENTS <= gpt
     assert len(settings["moe_layer_freq"]) == settings["num_layers"]
 

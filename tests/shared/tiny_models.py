@@ -94,6 +94,24 @@ GPT_OSS = dict(
     rope_parameters={**YARN_ROPE, "mscale": None, "mscale_all_dim": None, "truncate": False},
 )
 
+OLMOE = dict(
+    num_experts=6,
+    num_experts_per_tok=3,
+    norm_topk_prob=False,
+    moe_intermediate_size=None,
+    head_dim=None,
+    hidden_size=48,
+    eos_token_id=1,
+    rope_parameters=FULL_ROPE,
+)
+MINIMAX = dict(
+    bos_token_id=0,
+    eos_token_id=1,
+    num_local_experts=6,
+    num_experts_per_tok=3,
+    moe_intermediate_size=None,
+    rope_parameters={**FULL_ROPE, "partial_rotary_factor": 0.5},
+)
 DENSE = dict(moe_intermediate_size=None, rope_parameters=FULL_ROPE)
 LLAMA_ROPE = {
     "rope_type": "llama3",
@@ -138,6 +156,8 @@ KINDS = {
     "latent": Kind("DeepseekV3ForCausalLM", LATENT, 3),
     "latent_softmax": Kind("DeepseekV2ForCausalLM", LATENT_SOFTMAX, 3),
     "latent_listed": Kind("Glm4MoeLiteForCausalLM", LATENT_LISTED, 3),
+    "wide": Kind("OlmoeForCausalLM", OLMOE, 4),
+    "wide_sigmoid": Kind("MiniMaxM2ForCausalLM", MINIMAX, 4),
     "dense": Kind("Qwen3ForCausalLM", DENSE, 0),
     "llama": Kind("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}, 0),
 }
@@ -161,6 +181,7 @@ def make_model(name: str, *, seed: int = 3, **overrides: Any) -> Any:
     model = model_class._from_config(model_class.config_class(**sizes), attn_implementation="eager").float().eval()
     if kind.layers:
         model.set_experts_implementation("eager")  # the default, grouped_mm, refuses odd widths
+    model.get_input_embeddings().padding_idx = None  # a padding token has a gradient like any other
     with torch.no_grad():
         for at, tensor in model.state_dict().items():
             noise = torch.randn_like(tensor)
