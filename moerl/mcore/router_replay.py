@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
@@ -130,6 +131,7 @@ class RouteController:
                 assert module.layer_number is not None
                 self._routers[module.layer_number] = module
         self._index = {number: moe_layers.index(number) for number in self._routers}
+        self._dispatchers = [module.token_dispatcher for module in model.modules() if isinstance(module, MoELayer)]
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -203,11 +205,18 @@ class RouteController:
         return Observation(own, log_probs, selection)
 
     def release(self) -> None:
-        """Forget targets and observations (they are large); routers choose for themselves again."""
+        """Forget targets and observations (they are large); routers choose for themselves again.
+
+        Dispatchers keep what they sent last, with its graph. Through the graph's C++ part, where no garbage collector
+        looks, that would hold the model, its DDP and all process groups for ever.
+        """
         for router in self._routers.values():
             tap = router.router_replay
             tap.target = tap.has_target = tap.filler = tap.own = tap.logits = None
             tap.is_observing = False
+        for dispatcher in self._dispatchers:
+            kept = [name for name, value in vars(dispatcher).items() if isinstance(value, Tensor) and value.grad_fn]
+            vars(dispatcher).update(dict.fromkeys(kept))
 
 
 def scores_of(logits: Tensor, function: str) -> Tensor:

@@ -65,8 +65,8 @@ class ProcessTeam:
         self._parts = {}
         for part in range(max(of_ranks) + 1):
             members = [0, *(rank for rank, own in enumerate(of_ranks) if own == part and rank)]
-            group = self._new_group(members)
-            if group is not None and len(members) > 1:
+            group = self._new_group(members) if len(members) > 1 else None
+            if group is not None:
                 self._parts[part] = group
 
     def begin(self, step: int) -> None:
