@@ -19,8 +19,10 @@ E4M3_MAX = 448.0
 BLOCK = (128, 128)
 """Rows and columns, as the hub's FP8 folders have them."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-_STRIP_ELEMENTS = 1 << 22
-"""Of a float32 working copy: 16 MiB."""
+_STRIP_ELEMENTS = 1 << 20
+"""Of a float32 working copy: 4 MiB, which stays in a processor's cache from one pass to the next."""
+_NAN_CODE = 0x7F
+"""Of float8_e4m3fn, without its sign."""
 
 ScaleFormat = Literal["fp32", "ue8m0"]
 
@@ -72,10 +74,24 @@ def dequantise_fp8(
     scale = scale.float()
     out = torch.empty_like(weight, dtype=dtype)
     for start, stop in _strips(rows, columns, 1):
-        values = weight[start:stop].float()
+        values = e4m3_to_float(weight[start:stop])
         _over_blocks(values, scale, block, first_row + start, divide=False)
         out[start:stop] = values
     return out
+
+
+def e4m3_to_float(weight: Tensor) -> Tensor:
+    """float8_e4m3fn -> the same values in float32, several times faster than torch's own cast of single elements.
+
+    With its exponent and mantissa moved up by 7 bits a code is the float16 of 1/256 of its value, subnormal or not.
+    Only NaN has another code there.
+    """
+    codes = weight.contiguous().view(torch.int8)
+    halves = (codes.to(torch.int16) << 7).bitwise_and_(~0x4000)  # the sign came twice
+    values = halves.view(torch.float16).float().mul_(256.0)
+    magnitudes = codes & _NAN_CODE
+    has_nan = bool(magnitudes.numel()) and int(magnitudes.amax()) == _NAN_CODE
+    return values.masked_fill_(magnitudes == _NAN_CODE, torch.nan) if has_nan else values
 
 
 def _scales(largest: Tensor, scale_format: ScaleFormat) -> Tensor:

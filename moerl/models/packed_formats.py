@@ -17,12 +17,13 @@ def dequantise_mxfp4(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype = tor
 
     Exponent 255 is the format's NaN, and so are its values.
     """
-    table = torch.tensor(_MXFP4_VALUES, dtype=torch.float32)
+    table = torch.tensor(_MXFP4_VALUES, dtype=torch.bfloat16)
     byte = torch.arange(256)
-    pairs = torch.stack([table[byte & 15], table[byte >> 4]], dim=1)
-    values = pairs.index_select(0, blocks.reshape(-1).int()).view(*blocks.shape[:2], MXFP4_GROUP)
-    factors = scales.contiguous().view(torch.float8_e8m0fnu).float()
-    return values.mul_(factors[..., None]).flatten(1).to(dtype)
+    pairs = torch.stack([table[byte & 15], table[byte >> 4]], dim=1).view(torch.int32).flatten()  # both in one word
+    values = pairs.index_select(0, blocks.reshape(-1).int()).view(torch.bfloat16)
+    factors = scales.contiguous().view(torch.float8_e8m0fnu).to(torch.bfloat16)
+    scaled = values.view(*blocks.shape[:2], MXFP4_GROUP).mul_(factors[..., None])  # powers of two: exact in bfloat16
+    return scaled.flatten(1).to(dtype)
 
 
 def dequantise_int4(packed: Tensor, scale: Tensor, columns: int, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:

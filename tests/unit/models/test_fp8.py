@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.errors import CheckpointError
-from moerl.models.fp8 import dequantise_fp8, quantise_fp8_block, scale_shape
+from moerl.models.fp8 import dequantise_fp8, e4m3_to_float, quantise_fp8_block, scale_shape
 from moerl.models.packed_formats import dequantise_int4, dequantise_mxfp4
 
 SHAPES = [(1, 1), (127, 129), (576, 40), (128, 128), (3, 300)]
@@ -102,6 +102,17 @@ def test_only_matrices_of_floats(bad):
         quantise_fp8_block(bad)
 
 
+def test_every_code_has_torchs_value():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    expected = codes.float()
+    found, numbers = e4m3_to_float(codes), ~expected.isnan()
+    assert torch.equal(found.isnan(), ~numbers)
+    assert int(numbers.sum()) == 254
+    assert torch.equal(found[numbers].view(torch.int32), expected[numbers].view(torch.int32))
+    across = codes.view(16, 16)[:7, :9].T  # not contiguous, and without NaN
+    assert torch.equal(e4m3_to_float(across), across.float())
+
+
 def test_rows_of_a_part_know_their_blocks():
     weight, scale = quantise_fp8_block(random((576, 200), 4))
     whole = dequantise_fp8(weight, scale, BLOCK)
@@ -137,3 +148,17 @@ def test_int4_by_hand():
     codes = [(int(word) >> 4 * i) & 15 for word in words[0] for i in range(8)]
     assert row.tolist() == [(c - 8) * (2.0 if i < 8 else 0.5) for i, c in enumerate(codes)]
     assert codes[8:] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mxfp4_of_every_byte_and_exponent(dtype):
+    blocks = torch.arange(256, dtype=torch.uint8).view(16, 1, 16).expand(16, 256, 16)
+    scales = torch.arange(256, dtype=torch.uint8).expand(16, 256)
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0] * 2).double() * torch.tensor([1.0] * 8 + [-1.0] * 8)
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(2).long()
+    exact = table[codes] * torch.exp2(scales.double() - 127)[..., None]
+    exact[:, 255] = torch.nan
+    found = dequantise_mxfp4(blocks, scales, dtype=dtype).view(16, 256, 32)
+    assert found.dtype == dtype
+    assert torch.equal(found.isnan(), exact.isnan())
+    assert torch.equal(found.double().nan_to_num(0, 9, -9), exact.to(dtype).double().nan_to_num(0, 9, -9))
