@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantised_folders import SETTINGS, edit_config, read_files, save_fp8, write_files
+from quantised_folders import SETTINGS, edit_config, read_files, save_bfloat16, save_fp8, write_files
+from safetensors.torch import load_file
 
 from moerl.__main__ import main
 from moerl.convert.compare import compare_forwards, compare_weights
@@ -15,7 +16,7 @@ from moerl.convert.exports import export_checkpoint
 from moerl.convert.imports import Options, import_checkpoint
 from moerl.convert.layouts import Layout
 from moerl.convert.places import find
-from moerl.errors import CheckpointError
+from moerl.errors import CheckpointError, ConfigError
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
@@ -83,6 +84,37 @@ def test_inspect_says_how_it_is_stored_and_what_is_read(small, capsys):
     assert found["quantised"] == SETTINGS
     assert found["tensors"][QUERY] == {"shape": [144, 200], "dtype": "bfloat16"}
     assert not any("scale" in name for name in found["tensors"])
+
+
+def test_mxfp4_comes_out_as_the_plain_folder(tmp_path):
+    """gpt-oss stores [e, out, in / 2]; its plain files hold [e, in, out]."""
+    folder = save_bfloat16(tmp_path / "hf", "fused", hidden_size=64, intermediate_size=32, moe_intermediate_size=None)
+    stored, plain = {}, load_file(folder / "model.safetensors")
+    for name, tensor in plain.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        generator = torch.Generator().manual_seed(len(stored))
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 130, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        pairs = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], -1).flatten(-2)
+        rows = (pairs * torch.exp2(scales.float() - 127)[..., None]).flatten(2)
+        plain[name] = rows.transpose(1, 2).to(torch.bfloat16)
+    (folder / "model.safetensors").unlink()
+    write_files(folder, {"a.safetensors": stored})
+    edit_config(folder, quantization_config={"quant_method": "mxfp4"})
+    import_checkpoint(find(folder), tmp_path / "shards", Layout(tensor=2, expert=2), Options())
+    export_checkpoint(find(tmp_path / "shards"), tmp_path / "back", Options())
+    found = read_files(tmp_path / "back")
+    assert found.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert torch.equal(found[name], tensor), name
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"FP8: .*experts.0.gate_up_proj holds an expert in a form"):
+        export_checkpoint(find(folder), tmp_path / "fp8", Options(dtype=torch.bfloat16, fp8_blocks=True))
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,12 @@ def test_one_scale_for_a_tensor(shape, settings):
     assert torch.equal(source.get("a.weight"), weight.float() * 0.5)
 
 
+def test_one_scale_may_have_the_name_of_blocks():
+    weight = matrix().to(torch.float8_e4m3fn)
+    source = plain({"a.weight": weight, "a.weight_scale_inv": torch.tensor(0.5)}, FP8, torch_dtype="float32")
+    assert torch.equal(source.get("a.weight"), weight.float() * 0.5)
+
+
 @pytest.mark.parametrize("shape", [(10, 1), (10,)])
 def test_a_scale_for_each_channel_only_where_the_configuration_says_so(shape):
     weight, scale = matrix().to(torch.float8_e4m3fn), torch.arange(1.0, 11).view(shape).to(torch.bfloat16)
