@@ -167,8 +167,8 @@ def family_rows() -> list[dict[str, Any]]:
 def families_table(rows: list[dict[str, Any]]) -> Table:
     """`moerl convert --list`."""
     caption = (
-        "all are read from FP8 (block, tensor, row), MXFP4 and 4-bit integers too; FP8 (block, tensor) is written where "
-        "a file holds experts one by one"
+        "all are read from FP8 (block, tensor, row), MXFP4 and 4-bit integers too; FP8 (block, tensor) is written "
+        "where a file holds experts one by one"
     )
     table = Table("family", "architectures", "covers", "verified", caption=caption)
     for row in rows:
