@@ -7,9 +7,11 @@ import functools
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from moerl.mcore.latent_attention import SAVED_NAMES, LatentAttention
 from moerl.mcore.local_spec import PackedAttention, RMSNorm
@@ -35,6 +37,8 @@ def block_spec(
             _widen(parts.self_attention.submodules, config, wide_norms)
         if use_te:
             continue
+        if config.add_bias_linear and _has_experts(parts.mlp):
+            parts.mlp = _with_expert_output(parts.mlp)
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         if _has_experts(parts.mlp):
             # In a checkpoint megatron gives norms the names of TransformerEngine's fused layers; the norm before
@@ -57,6 +61,33 @@ def _widen(attention: Any, config: TransformerConfig, axis: Axis) -> None:
     sizes = {"q_layernorm": config.num_attention_heads, "k_layernorm": config.num_query_groups}
     for name, heads in sizes.items():
         setattr(attention, name, functools.partial(WideRMSNorm, heads=heads, axis=axis))
+
+
+class ExpertOutput(RowParallelLinear):
+    """An expert's second product, where it has a bias.
+
+    Megatron adds the bias in place, which autograd refuses on what its identity over one tensor rank returns; and marks
+    the bias as one that sees a slice of the tokens, so that gradients of different experts would be added up.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bias.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue] megatron's mark
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
+        """As in core, in memory of its own."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
+def _with_expert_output(mlp: Any) -> Any:
+    """The builder of an MoE layer with `ExpertOutput`."""
+    submodules = mlp.keywords["submodules"]
+    experts = submodules.experts
+    inner = dataclasses.replace(experts.keywords["submodules"], linear_fc2=ExpertOutput)
+    experts = functools.partial(experts.func, *experts.args, **{**experts.keywords, "submodules": inner})
+    replaced = dataclasses.replace(submodules, experts=experts)
+    return functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": replaced})
 
 
 def _latent(parts: Any) -> None:

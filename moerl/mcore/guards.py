@@ -89,16 +89,10 @@ GUARDS: tuple[Guard, ...] = (
         "switch both off",
     ),
     Guard(
-        "window",
-        lambda c, te: c.window_size is not None and not te,
-        "window_size: attention over packed sequences without TransformerEngine is causal over the whole sequence and "
-        "would look past the window; set it to None",
-    ),
-    Guard(
         "sinks",
-        lambda c, te: c.softmax_type != "vanilla" and (not te or _tensor(c)),
-        "softmax_type other than vanilla: attention without TransformerEngine leaves the sinks out, and under tensor "
-        "parallelism their gradients are missing from the clipping norm (issue 7452, 8); set vanilla",
+        lambda c, te: c.softmax_type != "vanilla" and (_tensor(c) if te else c.softmax_type != "learnable"),
+        "softmax_type other than vanilla: attention without TransformerEngine knows learnable sinks alone; with it, "
+        "their gradients are missing from the clipping norm at tensor > 1 (issue 7452, 8); set vanilla",
     ),
     Guard(
         "linear_attention",

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -24,7 +22,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moerl.mcore.local_spec import PackedLayout, RMSNorm
+from moerl.mcore.local_spec import PackedAngles, RMSNorm
 
 LATENT_EPS = 1e-6
 """Of the norms of latents, in DeepSeek's own code and in transformers'."""
@@ -43,34 +41,6 @@ class LatentNorm(RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = LATENT_EPS, **_: Any) -> None:
         """`eps`, which megatron takes from the settings of all norms, has no say."""
         super().__init__(config, hidden_size, LATENT_EPS)
-
-
-class PackedAngles(torch.nn.Module):
-    """Angles by row; stands in the place of an attention's rotary embedding."""
-
-    def __init__(self, inner: Any) -> None:
-        """`inner`: megatron's embedding, plain or YaRN."""
-        super().__init__()
-        self.inner = inner
-        self.angles: Tensor | None = None
-        if isinstance(inner, YarnRotaryEmbedding):  # tables for fused kernels
-            inner.register_buffer("cos_cached", None, persistent=False)
-            inner.register_buffer("sin_cached", None, persistent=False)
-
-    def get_rotary_seq_len(self, *args: Any) -> int:
-        """As in core; remembers the positions for the `forward` that follows."""
-        layout = next(argument for argument in args if isinstance(argument, PackedLayout))
-        self.angles = layout.angles
-        return int(layout.max_seqlen_q)
-
-    def forward(self, max_seq_len: int, *, packed_seq: bool) -> Tensor | tuple[Tensor, float]:
-        """[all_rows, 1, 1, d] angles; of YaRN also the factor on cosines and sines."""
-        assert packed_seq
-        assert self.angles is not None
-        if isinstance(self.inner, YarnRotaryEmbedding):
-            table, scale = self.inner.get_emb(max_seq_len)
-            return table.index_select(0, self.angles), float(scale)
-        return self.inner.get_emb(max_seq_len).index_select(0, self.angles)
 
 
 class LatentAttention(MLASelfAttention):

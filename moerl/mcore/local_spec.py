@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from moerl.mcore.rows import RowPlan
@@ -171,7 +173,18 @@ class PackedAttention(MegatronModule):
         assert head_dim is not None
         self.layer_number = layer_number
         self.scale = softmax_scale or 1.0 / math.sqrt(head_dim)
-        self._context = pg_collection.cp
+        self._groups = pg_collection
+        window: Any = config.window_size
+        layers: Any = config.window_attn_skip_freq
+        is_windowed = is_layer_window_attention(window, layers, layer_number)
+        self.window = window[0] + 1 if is_windowed else None
+        """Tokens that a query sees, its own included; None: all before it."""
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self._groups.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            # Unlike megatron's own: without the mark its gradient would count on one tensor rank only in the norm.
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -198,7 +211,7 @@ class PackedAttention(MegatronModule):
         if layout.spread_keys is not None:
             both = torch.cat([key, value], -1)
             widths = [key.shape[-1], value.shape[-1]]
-            key, value = gather_from_sequence_parallel_region(both, group=self._context).split(widths, -1)
+            key, value = gather_from_sequence_parallel_region(both, group=self._groups.cp).split(widths, -1)
         query = self._spread(query, layout.spread, layout.num_seqs)
         places = layout.spread if layout.spread_keys is None else layout.spread_keys
         key, value = (self._spread(x, places, layout.num_seqs) for x in (key, value))
@@ -210,7 +223,10 @@ class PackedAttention(MegatronModule):
 
         The kernels that build no [longest, longest] want one width, so what is narrower is filled up with zeros.
         """
-        wanted = value.shape[-1]
+        length, wanted = query.shape[2], value.shape[-1]
+        visible = self._windowed(query, visible)
+        if self.softmax_offset is not None:
+            query, key, value, visible = self._with_sink(query, key, value, visible)
         width = max(query.shape[-1], wanted)
         query, key, value = (_widened(x, width) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
@@ -223,7 +239,34 @@ class PackedAttention(MegatronModule):
             enable_gqa=query.shape[1] != key.shape[1],
             dropout_p=self.config.attention_dropout if self.training else 0.0,
         )
-        return out[..., :wanted].transpose(1, 2).flatten(0, 1).flatten(1)
+        return out[:, :, -length:, :wanted].transpose(1, 2).flatten(0, 1).flatten(1)
+
+    def _windowed(self, query: Tensor, visible: Tensor | None) -> Tensor | None:
+        """Without the keys that are `window` or more tokens back: those that a query so much earlier sees too."""
+        if self.window is None:
+            return visible
+        if visible is None:
+            places = torch.arange(query.shape[2], device=query.device)
+            visible = places <= places[:, None]
+        return visible & ~F.pad(visible[..., self.window :], (0, min(self.window, visible.shape[-1])))
+
+    def _with_sink(
+        self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """One key more, first, with value 0 and each head's learnt logit: it takes probability and gives nothing.
+
+        Queries and keys get one column more, in which that key alone is not 0, so that any kernel computes it, and the
+        logit's gradient. Where no mask says what is visible, a query more, first, keeps the causal order.
+        """
+        assert self.softmax_offset is not None
+        n, heads, length, _ = query.shape
+        logit = (self.softmax_offset / self.scale).to(query.dtype).view(1, heads, 1, 1).expand(n, heads, length, 1)
+        query = torch.cat([query, logit], -1)
+        sink = F.pad(key.new_ones(n, key.shape[1], 1, 1), (key.shape[-1], 0))
+        key, value = torch.cat([sink, F.pad(key, (0, 1))], 2), F.pad(value, (0, 0, 1, 0))
+        if visible is None:
+            return F.pad(query, (0, 0, 1, 0)), key, value, None
+        return query, key, value, F.pad(visible, (1, 0), value=True)
 
     @staticmethod
     def _spread(packed: Tensor, places: Tensor | None, num_seqs: int) -> Tensor:
@@ -232,9 +275,18 @@ class PackedAttention(MegatronModule):
             packed = packed.index_select(0, places)
         return packed.unflatten(0, (num_seqs, -1)).transpose(1, 2)
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """No parameters, nothing to save."""
-        return {}
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks, where there are any."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._groups.tp,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
@@ -256,6 +308,34 @@ class RMSNorm(torch.nn.Module):
         if x.dtype == torch.float32:
             return F.rms_norm(x, (x.shape[-1],), self.weight.float(), self.eps)
         return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+
+
+class PackedAngles(torch.nn.Module):
+    """Angles by row; stands in the place of megatron's embedding, plain or YaRN."""
+
+    def __init__(self, inner: Any) -> None:
+        """`inner`: megatron's."""
+        super().__init__()
+        self.inner = inner
+        self.angles: Tensor | None = None
+        if isinstance(inner, YarnRotaryEmbedding):  # tables for fused kernels
+            inner.register_buffer("cos_cached", None, persistent=False)
+            inner.register_buffer("sin_cached", None, persistent=False)
+
+    def get_rotary_seq_len(self, *args: Any) -> int:
+        """As in core; remembers the positions for the `forward` that follows."""
+        layout = next(argument for argument in args if isinstance(argument, PackedLayout))
+        self.angles = layout.angles
+        return int(layout.max_seqlen_q)
+
+    def forward(self, max_seq_len: int, *, packed_seq: bool, **_: Any) -> Tensor | tuple[Tensor, float]:
+        """[all_rows, 1, 1, d] angles; of YaRN also the factor on cosines and sines."""
+        assert packed_seq
+        assert self.angles is not None
+        if isinstance(self.inner, YarnRotaryEmbedding):
+            table, scale = self.inner.get_emb(max_seq_len)
+            return table.index_select(0, self.angles), float(scale)
+        return self.inner.get_emb(max_seq_len).index_select(0, self.angles)
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.activations import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
@@ -20,16 +21,18 @@ from moerl.config.schema import ModelSection, PrecisionSection
 from moerl.errors import CheckpointError, ConfigError
 from moerl.mcore.block_spec import block_spec
 from moerl.mcore.guards import refuse_silent_faults, warn_without_grouped_gemm
-from moerl.mcore.local_spec import PackedRotaryEmbedding, packed_layout
+from moerl.mcore.local_spec import PackedAngles, PackedRotaryEmbedding, packed_layout
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import RouteController
 from moerl.mcore.rows import Predictions, RowPlan, predictions
 from moerl.mcore.vocab_parallel import HeadSettings, VocabShard, linear_logprobs, linear_top_logprobs
-from moerl.models.family import GPT_ARGUMENTS, WIDE_QK_NORM, ModelFamily, family_of
+from moerl.models.family import GPT_ARGUMENTS, WIDE_QK_NORM, YARN_ATTRIBUTES, ModelFamily, family_of
 from moerl.models.hf_folder import read_config
 from moerl.models.rules import padded_vocab_size
 from moerl.types import MicroBatch
 
+ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+"""What families may ask for, by name."""
 VOCAB_MULTIPLE = 1
 """Rows of the vocabulary per tensor-parallel rank are padded to a multiple of this."""
 
@@ -102,10 +105,8 @@ def transformer_config(
     Raises:
         ConfigError: a precision, recomputation mode or combination that this build cannot run.
     """
-    fields = {name: value for name, value in source.kwargs.items() if name not in GPT_ARGUMENTS | {WIDE_QK_NORM}}
-    activation = fields.pop("activation_func")
-    if activation != "silu":
-        raise ConfigError(f"model family asks for activation {activation!r}; only 'silu' is built")
+    others = GPT_ARGUMENTS | YARN_ATTRIBUTES | {WIDE_QK_NORM}
+    fields = {name: value for name, value in source.kwargs.items() if name not in others}
     if precision.fp8 != "none":
         raise ConfigError(f"precision.fp8 is {precision.fp8!r}; fp8 needs TransformerEngine on a GPU, set `none`")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(precision.params)
@@ -121,11 +122,11 @@ def transformer_config(
             f"parallel.expert is {parallel.ep.size} and parallel.expert_tensor {parallel.etp.size}, but "
             f"{source.folder} has no experts; set both to 1"
         )
+    fields["activation_func"] = _activation(fields, parallel)
     fields.update(_recompute(precision.recompute))
     fields.update(_implementation())
     config = _kind(source, fields)(
         **fields,
-        activation_func=F.silu,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -151,9 +152,23 @@ def transformer_config(
         # Every parameter comes from a file or from moerl's own seeded initialisation.
         perform_initialization=False,
     )
+    for name in YARN_ATTRIBUTES & source.kwargs.keys():  # GPTModel reads them there, though they are no fields
+        setattr(config, name, source.kwargs[name])
     refuse_silent_faults(config, use_te=uses_transformer_engine())
     warn_without_grouped_gemm(has_cuda=torch.cuda.is_available(), use_te=uses_transformer_engine())
     return config
+
+
+def _activation(fields: Mapping[str, Any], parallel: ParallelState) -> Callable[[Tensor], Tensor]:
+    """By its name; and biases of experts only where they are added once."""
+    if fields["add_bias_linear"] and parallel.etp.size > 1:
+        raise ConfigError(
+            f"parallel.expert_tensor is {parallel.etp.size}, but this family's experts have biases, which every rank "
+            "would add to its part of a sum; set parallel.expert_tensor=1"
+        )
+    if fields["activation_func"] not in ACTIVATIONS:
+        raise ConfigError(f"model family asks for {fields['activation_func']!r}; built are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[fields["activation_func"]]
 
 
 def _kind(source: ModelSource, fields: dict[str, Any]) -> type[TransformerConfig]:
@@ -295,7 +310,10 @@ def _build_chunk(
         **arguments,
     )
     model.true_vocab_size = vocab
-    if not use_te and not config.multi_latent_attention:
+    if not use_te and arguments["position_embedding_type"] == "yarn":
+        rotary: Any = PackedAngles(model.rotary_pos_emb)
+        model.rotary_pos_emb = rotary
+    elif not use_te and not config.multi_latent_attention:
         model.rotary_pos_emb = PackedRotaryEmbedding(
             kv_channels=kwargs["kv_channels"],
             rotary_percent=arguments["rotary_percent"],

@@ -194,11 +194,12 @@ class RouteController:
         logits = logits.float()
         if routers[0].score_function == "softmax":
             log_probs = torch.log_softmax(logits, -1)
-            return Observation(own, log_probs, log_probs.exp())
-        scores = scores_of(logits, routers[0].score_function)
-        log_probs = (scores / scores.sum(-1, keepdim=True)).clamp_min(1e-30).log()
-        biases = [router.expert_bias for router in routers]
-        selection = scores if biases[0] is None else scores + torch.stack([_present(bias) for bias in biases]).float()
+            selection = log_probs.exp()
+        else:
+            scores = scores_of(logits, routers[0].score_function)
+            log_probs = (scores / scores.sum(-1, keepdim=True)).clamp_min(1e-30).log()
+            biases = [router.expert_bias for router in routers]
+            selection = scores if biases[0] is None else scores + torch.stack([_present(b) for b in biases]).float()
         limits = (routers[0].config.moe_router_num_groups, routers[0].config.moe_router_group_topk)
         if limits[0] and limits[1]:
             selection = below_lost_groups(selection, own, limits[0], limits[1])

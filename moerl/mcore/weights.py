@@ -15,6 +15,7 @@ from moerl.errors import CheckpointError, ConfigError
 from moerl.mcore.model import VOCAB_MULTIPLE, ModelSource, unwrap
 from moerl.mcore.parallel import Axis, ParallelState
 from moerl.mcore.wire import gather_json
+from moerl.models.disk import fused_stream
 from moerl.models.hf_folder import checked_source
 from moerl.models.rules import Rule, match_parameters, shift_indices, shorten
 from moerl.models.sharded import open_weights
@@ -129,6 +130,10 @@ class WeightMap:
         not, travel the same way.
         On one process the tensors may be views of live parameters: copy what must outlast the next update.
         """
+        family, hf = self._source.family, self._source.hf
+        yield from fused_stream(self._export(tensors), family, hf) if family.is_fused_on_disk else self._export(tensors)
+
+    def _export(self, tensors: Mapping[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
         local = self.local if tensors is None else tensors
         for rule in self.rules:
             if rule.is_buffer and tensors is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,22 @@ def disk_tensors(family: ModelFamily, hf: HFConfig) -> Iterator[DiskTensor]:
             elif _expert(place) == 0:
                 ordered = tuple(part for _, part in sorted(parts[place.name]))
                 yield DiskTensor(place.name, (len(ordered), *shape), rule, ordered)
+
+
+def fused_stream(
+    stream: Iterable[tuple[str, Tensor]], family: ModelFamily, hf: HFConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of rules -> of files; a fused tensor comes when its last part has come, and is a copy."""
+    whole = {part: tensor for tensor in disk_tensors(family, hf) for part in tensor.parts}
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in stream:
+        if name not in whole:
+            yield name, tensor
+            continue
+        held = waiting.setdefault(whole[name].name, {})
+        held[name] = tensor
+        if len(held) == len(whole[name].parts):
+            yield whole[name].name, whole[name].make(waiting.pop(whole[name].name).__getitem__)
 
 
 def _expert(place: FusedSlice) -> int:

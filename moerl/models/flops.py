@@ -49,7 +49,7 @@ def forward_flops(kwargs: Mapping[str, Any], lengths: Iterable[int], *, has_head
     tokens = sum(lengths)
     hidden, width = kwargs["hidden_size"], kwargs["kv_channels"]
     heads, groups = kwargs["num_attention_heads"], kwargs["num_query_groups"]
-    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    pairs = sum(_pairs(kwargs, layer, lengths) for layer in range(kwargs["num_layers"]))
     per_token = sum(_layer(kwargs, bool(is_moe)) for is_moe in kwargs["moe_layer_freq"])
     layers = kwargs["num_layers"]
     value_width = kwargs.get("v_head_dim", width)
@@ -58,9 +58,18 @@ def forward_flops(kwargs: Mapping[str, Any], lengths: Iterable[int], *, has_head
     columns = kwargs["vocab_size"] if has_head else 1
     return Flops(
         layers=tokens * (per_token + projections),
-        attention=layers * 2 * heads * (width + value_width) * pairs,
+        attention=2 * heads * (width + value_width) * pairs,
         head=tokens * 2 * hidden * columns,
     )
+
+
+def _pairs(kwargs: Mapping[str, Any], layer: int, lengths: list[int]) -> float:
+    """Of queries and the keys that they see in a layer."""
+    window = kwargs.get("window_size")
+    if not window or not kwargs["window_attn_skip_freq"][layer]:
+        return sum(length * (length + 1) / 2 for length in lengths)
+    seen = window[0] + 1
+    return sum(min(length, seen) * (min(length, seen) + 1) / 2 + max(0, length - seen) * seen for length in lengths)
 
 
 def _latent(kwargs: Mapping[str, Any]) -> float:

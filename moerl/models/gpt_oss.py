@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from moerl.errors import CheckpointError
-from moerl.models.family import MAPPING_ONLY, FusedSlice, HFConfig, NoArguments, families
+from moerl.models.family import EXACT, FusedSlice, HFConfig, NoArguments, families
 from moerl.models.hf_config import (
     PLAIN_ROPE_FIELDS,
     YARN_FIELDS,
@@ -106,7 +106,7 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
     NoArguments,
     architectures=("GptOssForCausalLM",),
     covers=("tied", "biases", "attention sinks", "sliding windows", "YaRN", "fused experts"),
-    verified=MAPPING_ONLY,
+    verified=EXACT,
 )
 class GptOss(DecoderFamily):
     """The family."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import KINDS, MAPPED, save_model
+from tiny_models import KINDS, save_model
 
-from moerl.models.family import GPT_ARGUMENTS, YARN_ATTRIBUTES, families
-from moerl.models.hf_folder import HFFolder
+from moerl.models.family import families
+from moerl.models.hf_folder import HFFolder, Unfused
 from moerl.models.rules import Copy, GateUp, Vocab
 from moerl.models.sharded import ShardedFolder, ShardedNames, _boxes
 from moerl.shards import Shard, write_rank
@@ -47,11 +47,13 @@ def test_names_shapes_and_boxes_are_megatrons(built):
 
 def test_the_learner_reads_shards_as_it_reads_the_folder(built, tmp_path):
     source, weights, _, _ = built
-    names, stored = ShardedNames(weights.rules), HFFolder(source.folder)
+    names = ShardedNames(weights.rules)
+    stored = Unfused(HFFolder(source.folder), source.family.fused_slices(source.hf))
     shards = []
     for rule in weights.rules:
         whole = rule.to_megatron({name: stored.get(name) for name in rule.hf_names})
-        shards += [Shard(p.key, p.shape, p.offset, p.cut(whole).clone()) for p in names.pieces(rule)]
+        parts = ((p, p.cut(whole).clone(memory_format=torch.contiguous_format)) for p in names.pieces(rule))
+        shards += [Shard(p.key, p.shape, p.offset, part) for p, part in parts]
     write_rank(tmp_path, 0, shards, {"world_size": 1}, {})
     again = ShardedFolder(tmp_path, weights.rules)
     assert again.names() == stored.names()
@@ -66,51 +68,10 @@ def test_the_learner_reads_shards_as_it_reads_the_folder(built, tmp_path):
         assert torch.equal(tensor, first[name]), name
 
 
-@pytest.mark.parametrize("kind", MAPPED)
-def test_names_of_families_that_are_only_mapped_are_megatrons(kind, tmp_path):
-    """Built of megatron's own layers, which no learner here runs: parameters, shapes, and where they are saved."""
-    from moerl.config.schema import ModelSection, ParallelSection
-    from moerl.mcore.model import PackedGPTModel, read_source
-    from moerl.mcore.parallel import initialize_parallel
-    from moerl.mcore.sharding import placements
-
-    # megatron after moerl.mcore, which prepares for it
-    from megatron.core.activations import quick_gelu  # isort: skip
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
-    from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
-
-    layout = initialize_parallel(ParallelSection(), 0)
-    source = read_source(ModelSection(path=str(save_model(tmp_path, kind))))
-    rules = source.family.weight_rules(source.hf)
-    fields = {key: value for key, value in source.kwargs.items() if key not in GPT_ARGUMENTS | YARN_ATTRIBUTES}
-    config = TransformerConfig(
-        **{**fields, "activation_func": quick_gelu, "window_size": tuple(fields["window_size"])},
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        bias_activation_fusion=False,
-    )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    for layer in spec.layer_specs:  # as `block_spec` has it: the norm before experts is fused nowhere
-        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
-    options = {"position_embedding_type": "none", "share_embeddings_and_output_weights": False}
-    model = PackedGPTModel(config, spec, source.vocab_size, 64, **options)
-    model.true_vocab_size = source.vocab_size
-    parameters = dict(model.named_parameters())
-    assert {name: tuple(p.shape) for name, p in parameters.items()} == {
-        rule.megatron_name: rule.megatron_shape() for rule in rules
-    }
-    places, names = placements([model], layout), ShardedNames(rules)
-    for rule in rules:
-        live = parameters[rule.megatron_name].detach()
-        shards = places[id(parameters[rule.megatron_name])].shards("weights", live)
-        made = [(piece.key, piece.shape, piece.offset, piece.extent) for piece in names.pieces(rule)]
-        assert made == [(s.name, s.shape, s.offset, tuple(s.data.shape)) for s in shards], rule.megatron_name
-
-
 def test_every_family_is_built():
     covered = {
         name
-        for kind in {**KINDS, **MAPPED}.values()
+        for kind in KINDS.values()
         for name in families.names()
         if kind.architecture in families.get(name).traits["architectures"]
     }

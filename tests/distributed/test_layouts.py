@@ -37,8 +37,8 @@ LIMIT_SECONDS = 900
 
 BALANCED = ("tp2_pp2", "cp2_tp2_ep2", "cp2_pp2")
 """Also run with the balancing loss. It is a mean over micro-batches and data ranks, so one data rank is compared."""
-LATENT = (Case("cp2_tp2_ep2", "gspo", "R3", "latent"),)
-"""Also run: a key that all heads share, in the layout that cuts most."""
+CUT_MOST = (Case("cp2_tp2_ep2", "gspo", "R3", "latent"), Case("cp2_tp2_ep2", "grpo", "R2", "fused"))
+"""Also run: a key that all heads share; sinks and windows."""
 TOLERANCE = 2e-5
 """Of `1 + |value|`; of a tensor's largest entry for gradients; absolute for weights."""
 
@@ -53,7 +53,7 @@ def runs_of(cases: Sequence[Case], *, all_sgd: bool) -> list[tuple[Case, str]]:
     if all_sgd:
         return runs
     aux = [("softmax", "none"), ("sigmoid", "none"), ("shared", "none")]
-    runs += [(one, "adam") for one in LATENT]
+    runs += [(one, "adam") for one in CUT_MOST]
     return runs + [
         (Case(name, "grpo", routing, router), AUX) for name, (router, routing) in zip(BALANCED, aux, strict=True)
     ]
@@ -70,7 +70,9 @@ def name_of(one: Case, optimizer: str) -> str:
 
 def run_all(runs: Sequence[tuple[Case, str]], folder: Path, limit: float) -> Path:
     """Every run in its layout, and once alone."""
-    models = {router: str(tiny_models.save_model(folder / router, router)) for router in ROUTERS}
+    models = {
+        router: str(tiny_models.save_model(folder / router, router)) for router in {run[0].router for run in runs}
+    }
 
     def told(found: Sequence[tuple[Case, str]]) -> list[dict[str, Any]]:
         made = [case(models[c.router], c.method, c.routing, optimizer, c.router) for c, optimizer in found]
@@ -163,7 +165,7 @@ def test_gradients_of_the_first_minibatch_are_those_of_one_process(outcome):
     alone, together = read(folder, "alone", name)[1], read(folder, layout, name)[1]
     assert alone.keys() == together.keys()
     grads = [key for key in alone if key.startswith("grad/")]
-    assert len(grads) > 80
+    assert len(grads) > 60
     for key in grads:
         largest = np.abs(alone[key]).max()
         assert np.abs(together[key] - alone[key]).max() <= TOLERANCE * largest + 1e-9, key
@@ -184,7 +186,7 @@ def test_weights_after_three_steps_of_sgd_are_those_of_one_process(outcome):
     folder, layout, name = outcome
     alone, together = read(folder, "alone", name)[1], read(folder, layout, name)[1]
     weights = [key for key in alone if key.startswith("weight/")]
-    assert len(weights) > (160 if name.startswith("ppo") else 80)
+    assert len(weights) > (120 if name.startswith("ppo") else 60)
     for key in weights:
         assert np.abs(together[key] - alone[key]).max() <= TOLERANCE, key
 

@@ -56,7 +56,7 @@ YARN_ROPE = dict(
     mscale_all_dim=0.6,
 )
 LATENT = dict(
-    n_routed_experts=6,
+    n_routed_experts=8,
     num_experts_per_tok=3,
     n_shared_experts=2,
     n_group=1,
@@ -145,6 +145,8 @@ class Kind:
         return int(self.sizes.get("num_experts_per_tok", 0))
 
 
+SCALES = {"mlp.gate.weight": 0.6, "mlp.router.weight": 0.6, "correction": 0.3, "mlp.router.bias": 0.3, "sinks": 0.8}
+"""Part of a name -> standard deviation; 0.12 for all others."""
 NULLABLE = frozenset({"q_lora_rank"})
 """Sizes that may be None, which says something; of others it takes the key away."""
 KINDS = {
@@ -154,6 +156,7 @@ KINDS = {
     "mixtral": Kind("MixtralForCausalLM", MIXTRAL, 4),
     "shared": Kind("Qwen2MoeForCausalLM", QWEN2, 4),
     "latent": Kind("DeepseekV3ForCausalLM", LATENT, 3),
+    "fused": Kind("GptOssForCausalLM", GPT_OSS, 4),
     "latent_softmax": Kind("DeepseekV2ForCausalLM", LATENT_SOFTMAX, 3),
     "latent_listed": Kind("Glm4MoeLiteForCausalLM", LATENT_LISTED, 3),
     "wide": Kind("OlmoeForCausalLM", OLMOE, 4),
@@ -163,17 +166,13 @@ KINDS = {
 }
 SAME_MAPPING = frozenset({"latent_softmax", "latent_listed"})
 """Kinds whose rules are those of another one."""
-MAPPED = {
-    "fused": Kind("GptOssForCausalLM", GPT_OSS, 4),
-}
-"""Of families that are only mapped: no learner runs them."""
 
 
 def make_model(name: str, *, seed: int = 3, **overrides: Any) -> Any:
     """transformers' model of a kind, float32, its norms off 1 and every bias off 0."""
     import transformers
 
-    kind = {**KINDS, **MAPPED}[name]
+    kind = KINDS[name]
     model_class = getattr(transformers, kind.architecture)
     sizes = {key: value for key, value in {**COMMON, **kind.sizes, **overrides}.items() if value is not None}
     sizes |= {key: value for key, value in overrides.items() if key in NULLABLE}
@@ -188,7 +187,7 @@ def make_model(name: str, *, seed: int = 3, **overrides: Any) -> Any:
             if "norm" in at:
                 tensor.copy_(1 + 0.1 * noise)
             else:
-                tensor.copy_(noise * (0.6 if "mlp.gate.weight" in at else 0.3 if "correction" in at else 0.12))
+                tensor.copy_(noise * next((scale for part, scale in SCALES.items() if part in at), 0.12))
     return model
 
 
@@ -197,7 +196,7 @@ def forward_of(model: Any, micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
     chosen: list[torch.Tensor] = []
     logprobs: list[torch.Tensor] = []
     routes: list[torch.Tensor] = []
-    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    gates = [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
     handles = [gate.register_forward_hook(lambda _m, _i, out: chosen.append(out[2])) for gate in gates]
     for start, stop in pairwise(micro.cu_seqlens.tolist()):
         ids = micro.token_ids[start:stop][None]

@@ -23,6 +23,9 @@ class Settings:
     """What the module reads of megatron's configuration."""
 
     kv_channels = 6
+    window_size = None
+    window_attn_skip_freq = None
+    softmax_type = "vanilla"
     attention_dropout = 0.0
 
 

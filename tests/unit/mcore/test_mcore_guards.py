@@ -34,8 +34,7 @@ WRONG = {
     "capacity": {"moe_expert_capacity_factor": 1.0},
     "jitter": {"moe_input_jitter_eps": 0.01},
     "forced_balance": {"moe_router_force_load_balancing": True},
-    "window": {"window_size": (128, 0)},
-    "sinks": {"softmax_type": "learnable"},
+    "sinks": {"softmax_type": "off-by-one"},
     "linear_attention": {"experimental_attention_variant": "gated_delta_net", "tensor_model_parallel_size": 2},
     "saved_activations": {"distribute_saved_activations": True},
     "allgather": {"moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 2},
@@ -97,12 +96,12 @@ def test_a_family_cannot_bring_a_refused_setting_in(tiny_folder):
 
     source = read_source(ModelSection(path=str(tiny_folder)))
 
-    class Windowed:
+    class OffByOne:
         def transformer_kwargs(self, hf):
-            return {**source.kwargs, "window_size": (8, 0)}
+            return {**source.kwargs, "softmax_type": "off-by-one"}
 
-    odd = ModelSource(source.folder, source.hf, Windowed())  # pyright: ignore[reportArgumentType] its settings are all that is read
-    with pytest.raises(ConfigError, match="window_size: attention over packed sequences"):
+    odd = ModelSource(source.folder, source.hf, OffByOne())  # pyright: ignore[reportArgumentType] its settings are all that is read
+    with pytest.raises(ConfigError, match="softmax_type other than vanilla"):
         transformer_config(
             odd,
             section=ModelSection(),
@@ -185,3 +184,18 @@ def test_a_family_whose_forward_was_never_compared_does_not_train(kit, tiny_fold
     monkeypatch.setitem(families._plugins, "qwen3_moe", replace(plugin, traits=traits))
     with pytest.raises(ConfigError, match=r"qwen3_moe \(Qwen3MoeForCausalLM\) is verified as 'mapping only'"):
         getattr(kit, make)(tiny_folder)
+
+
+def test_biases_of_experts_are_refused_where_each_rank_would_add_them(tmp_path):
+    from dataclasses import replace
+
+    from tiny_models import save_model
+
+    from moerl.mcore.model import read_source, transformer_config
+    from moerl.mcore.parallel import initialize_parallel
+
+    layout = initialize_parallel(ParallelSection(), 0)
+    cut = replace(layout, etp=replace(layout.etp, size=2))
+    section = ModelSection(path=str(save_model(tmp_path, "fused")))
+    with pytest.raises(ConfigError, match=r"parallel\.expert_tensor is 2, but this family's experts have biases"):
+        transformer_config(read_source(section), section=section, precision=PrecisionSection(), parallel=cut)

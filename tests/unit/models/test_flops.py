@@ -63,3 +63,10 @@ def test_more_experts_cost_their_router_alone_and_a_shared_one_its_width():
 )
 def test_peaks_are_known_by_name(name, params, peak):
     assert peak_flops(name, params) == peak
+
+
+def test_a_window_bounds_the_keys_of_its_layers():
+    """By hand: of 4 tokens with a window of 2, 1 + 2 + 2 + 2 pairs in two layers, 10 in the third."""
+    kwargs = {**KWARGS, "window_size": [1, 0], "window_attn_skip_freq": [1, 0, 1]}
+    assert forward_flops(kwargs, [4]).attention == (7 + 10 + 7) * 4 * 5 * 2 * 2
+    assert forward_flops(kwargs, [1]) == forward_flops(KWARGS, [1])

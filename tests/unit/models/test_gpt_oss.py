@@ -6,12 +6,12 @@ import re
 
 import pytest
 import torch
-from tiny_models import MAPPED, make_model, save_model
+from tiny_models import make_model, save_model
 
-from moerl.errors import CheckpointError, ConfigError
-from moerl.models.disk import disk_tensors
-from moerl.models.family import family_of, refuse_unproven
-from moerl.models.hf_folder import HFFolder, InMemory, checked_source, read_config
+from moerl.errors import CheckpointError
+from moerl.models.disk import disk_tensors, fused_stream
+from moerl.models.family import family_of
+from moerl.models.hf_folder import HFFolder, InMemory, Unfused, checked_source, read_config
 from moerl.models.quantised import plain_source
 
 
@@ -90,10 +90,16 @@ def test_windows_and_rotation_are_megatrons(hf):
     assert "window_size" not in family_of(full).transformer_kwargs(full)
 
 
-def test_nothing_runs_it(hf):
-    with pytest.raises(ConfigError, match=r"gpt_oss \(GptOssForCausalLM\) is verified as 'mapping only'"):
-        refuse_unproven(family_of(hf))
-    assert MAPPED["fused"].architecture == "GptOssForCausalLM"
+def test_fused_tensors_come_when_their_last_part_has_come(folder, hf):
+    family, stored = family_of(hf), HFFolder(folder)
+    parts = Unfused(stored, family.fused_slices(hf))
+    stream = [(name, parts.get(name)) for rule in family.weight_rules(hf) for name in rule.hf_names]
+    made = dict(fused_stream(stream, family, hf))
+    assert made.keys() == stored.names()
+    assert all(torch.equal(tensor, stored.get(name)) for name, tensor in made.items())
+    without = [entry for entry in stream if entry[0] != "model.layers.0.mlp.experts.5.down_proj"]
+    missing = stored.names() - dict(fused_stream(without, family, hf)).keys()
+    assert missing == {"model.layers.0.mlp.experts.down_proj"}
 
 
 @pytest.mark.parametrize(

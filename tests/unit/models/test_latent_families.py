@@ -32,13 +32,13 @@ def configs():
         ("latent_softmax", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
         (
             "latent_softmax",
-            {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1},
-            "3 experts per token from 1 of 3 groups by 'group_limited_greedy', which scores a group by its best",
+            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1},
+            "3 experts per token from 1 of 4 groups by 'group_limited_greedy', which scores a group by its best",
         ),
         (
             "latent_softmax",
-            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 3},
-            "with 6 experts; groups must be equal",
+            {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+            "with 8 experts; groups must be equal",
         ),
         ("latent_listed", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "mlp_layer_types is ['sparse'"),
         ("latent_listed", {"mlp_layer_types": ["dense"]}, "4 layers are needed"),
@@ -59,6 +59,6 @@ def test_a_number_says_what_the_list_says(configs):
 
 
 def test_one_expert_of_each_group_is_what_megatron_computes(configs):
-    hf = configs["latent_softmax"] | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
+    hf = configs["latent_softmax"] | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
     settings = family_of(hf | {"num_experts_per_tok": 2}).transformer_kwargs(hf | {"num_experts_per_tok": 2})
-    assert (settings["moe_router_num_groups"], settings["moe_router_group_topk"]) == (3, 2)
+    assert (settings["moe_router_num_groups"], settings["moe_router_group_topk"]) == (4, 2)
