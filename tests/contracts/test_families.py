@@ -1,4 +1,4 @@
-"""What every registered model family must keep; a new one adds its configurations to `tests/shared/family_samples.py`."""
+"""What every registered model family must keep; a new one adds samples to `tests/shared/family_samples.py`."""
 
 from __future__ import annotations
 
