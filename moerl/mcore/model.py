@@ -117,12 +117,8 @@ def transformer_config(
             "the model family asks for layers of multi-token prediction; no objective trains them, and their routers "
             "would neither replay nor be observed, so a family must leave them out"
         )
-    if not source.moe_layers and parallel.ep.size * parallel.etp.size > 1:
-        raise ConfigError(
-            f"parallel.expert is {parallel.ep.size} and parallel.expert_tensor {parallel.etp.size}, but "
-            f"{source.folder} has no experts; set both to 1"
-        )
-    fields["activation_func"] = _activation(fields, parallel)
+    _refuse_expert_axes(source, parallel)
+    fields["activation_func"] = _activation(fields["activation_func"])
     fields.update(_recompute(precision.recompute))
     fields.update(_implementation())
     config = _kind(source, fields)(
@@ -159,16 +155,23 @@ def transformer_config(
     return config
 
 
-def _activation(fields: Mapping[str, Any], parallel: ParallelState) -> Callable[[Tensor], Tensor]:
-    """By its name; and biases of experts only where they are added once."""
-    if fields["add_bias_linear"] and parallel.etp.size > 1:
+def _refuse_expert_axes(source: ModelSource, parallel: ParallelState) -> None:
+    if not source.moe_layers and parallel.ep.size * parallel.etp.size > 1:
+        raise ConfigError(
+            f"parallel.expert is {parallel.ep.size} and parallel.expert_tensor {parallel.etp.size}, but "
+            f"{source.folder} has no experts; set both to 1"
+        )
+    if source.kwargs["add_bias_linear"] and parallel.etp.size > 1:
         raise ConfigError(
             f"parallel.expert_tensor is {parallel.etp.size}, but this family's experts have biases, which every rank "
             "would add to its part of a sum; set parallel.expert_tensor=1"
         )
-    if fields["activation_func"] not in ACTIVATIONS:
-        raise ConfigError(f"model family asks for {fields['activation_func']!r}; built are {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[fields["activation_func"]]
+
+
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"model family asks for {name!r}; built are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 def _kind(source: ModelSource, fields: dict[str, Any]) -> type[TransformerConfig]:
