@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -16,14 +18,13 @@ def theirs():
     return pytest.importorskip("modelopt.torch.quantization.qtensor", reason=reason).FP8QTensor
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("exponent", [-20, 0, 10])
-def test_codes_scales_and_values_are_modelopts(theirs, shape, exponent):
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(7)) * 2.0**exponent
-    weight, scale = quantise_fp8_block(values)
-    blocks = {-2: BLOCK[0], -1: BLOCK[1]}
-    expected, expected_scale = theirs.quantize(values, block_sizes=blocks)
-    assert torch.equal(scale, expected_scale)
-    assert torch.equal(weight.view(torch.uint8), expected._quantized_data.view(torch.uint8))
-    plain = expected.dequantize(torch.float32, scale=expected_scale, block_sizes=blocks)
-    assert torch.equal(dequantise_fp8(weight, scale, BLOCK, dtype=torch.float32), plain)
+def test_codes_scales_and_values_are_modelopts(theirs):
+    for shape, exponent in itertools.product(SHAPES, (-20, 0, 10)):
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(7)) * 2.0**exponent
+        weight, scale = quantise_fp8_block(values)
+        blocks = {-2: BLOCK[0], -1: BLOCK[1]}
+        expected, expected_scale = theirs.quantize(values, block_sizes=blocks)
+        assert torch.equal(scale, expected_scale), (shape, exponent)
+        assert torch.equal(weight.view(torch.uint8), expected._quantized_data.view(torch.uint8)), (shape, exponent)
+        plain = expected.dequantize(torch.float32, scale=expected_scale, block_sizes=blocks)
+        assert torch.equal(dequantise_fp8(weight, scale, BLOCK, dtype=torch.float32), plain), (shape, exponent)

@@ -106,7 +106,10 @@ def test_other_shapes_equal_the_plain_model(changes):
     for prompt, out in zip(prompts, outs, strict=True):
         logprobs, routes = recompute(model, prompt, out, 1.0)
         np.testing.assert_allclose(out.logprobs, logprobs, atol=1e-5)
-        np.testing.assert_array_equal(np.sort(out.routes, -1), np.sort(routes, -1))
+        if changes.get("mlp_only_layers") == [0, 1]:  # no layer has experts
+            assert out.routes is None
+        else:
+            np.testing.assert_array_equal(np.sort(out.routes, -1), np.sort(routes, -1))
 
 
 def test_many_experts_need_wider_routes():
