@@ -125,8 +125,9 @@ def test_a_template_is_the_same_in_comparison_evaluation_and_training(runs):
 def test_the_comparison_is_a_table_that_says_what_does_not_fit(runs):
     table = runs[templates]["table"].expect(0).stdout
     rows = ("answer read in", "accuracy greedy", "pass@4", "maj@3", "best by reward@4", "format fraction sampled")
-    for word in (*NAMES, *rows, "held-out tasks"):
+    for word in (*NAMES, *rows):
         assert word in table
+    assert "6 held-out tasks" in " ".join(table.split())  # of the title, which a long path makes wrap
     assert "r1 cannot be used: data set 'heldout': 6 of 6 prompts are longer than data.max_prompt_tokens=300" in table
     alone = runs[templates]["only r1"].expect(2)
     assert "none of the templates can be used" in alone.stderr
