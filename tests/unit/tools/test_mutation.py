@@ -1,4 +1,4 @@
-"""The settings of mutation testing name what is there: a test that does not exist fails, and would kill every mutant."""
+"""The settings of mutation testing name what is there: a test file that is gone would fail, and kill every mutant."""
 
 from __future__ import annotations
 
