@@ -94,6 +94,12 @@ class ModelFamily(Protocol):
         """Regular expressions (full match) of tensors that a checkpoint may hold and that nothing reads."""
         ...
 
+    def carried_names(self, hf: HFConfig) -> Mapping[str, tuple[str, ...]]:
+        """What they are (`PREDICTION`, `ROTARY`) -> regular expressions (full match) of tensors that a checkpoint may
+        hold, that no parameter is made of, and that go with the model all the same, as they are stored.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class NoArguments:
@@ -112,6 +118,11 @@ EXACT = "logprobs, routes and gradients: 1 process against transformers, 2 and 4
 """Of `verified`, in float32: `tests/unit/mcore/test_mcore_families.py` and `tests/distributed/test_families.py`."""
 MAPPING_ONLY = "mapping only"
 """Of `verified`: names, shapes and values come back bit for bit, but no forward was compared."""
+
+PREDICTION = "multi-token prediction"
+"""Of `carried_names`: layers after the decoder's that guess further tokens; engines decode speculatively with them."""
+ROTARY = "rotary tables"
+"""Of `carried_names`: what follows from config.json, and old files hold."""
 
 _LINEAR_ATTENTION = "its layers of lightning attention have no counterpart in megatron-core"
 _SPARSE_ATTENTION = "its indexer of sparse attention has no packed form here, and routes of tokens would not be exact"
