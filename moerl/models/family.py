@@ -127,8 +127,9 @@ ROTARY = "rotary tables"
 _LINEAR_ATTENTION = "its layers of lightning attention have no counterpart in megatron-core"
 _SPARSE_ATTENTION = "its indexer of sparse attention has no packed form here, and routes of tokens would not be exact"
 UNSUPPORTED: dict[str, str] = {
-    "Qwen3NextForCausalLM": "megatron-core builds its gated delta net with flash-linear-attention alone, a library of "
-    "GPU kernels, so that nothing could be compared on a CPU",
+    "Qwen3NextForCausalLM": "megatron-core 0.19.2 refuses to build its gated delta net without flash-linear-attention "
+    "(GPU kernels), and the form of it in plain torch that it has (deterministic mode) takes no packed sequences, so "
+    "that no forward of packed samples could be compared on a CPU",
     "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,
     "DeepseekV4ForCausalLM": _SPARSE_ATTENTION,
     "GlmMoeDsaForCausalLM": _SPARSE_ATTENTION,
