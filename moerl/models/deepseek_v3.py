@@ -30,7 +30,7 @@ COVERS = (
     "shared experts",
     "expert bias",
     "expert groups",
-    "MTP carried, not trained",
+    "MTP carried (not trained)",
 )
 
 

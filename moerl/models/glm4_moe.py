@@ -48,7 +48,7 @@ def _read_shape(hf: HFConfig) -> DecoderShape:
         "shared experts",
         "expert bias",
         "expert groups",
-        "MTP carried, not trained",
+        "MTP carried (not trained)",
     ),
     verified=EXACT,
 )

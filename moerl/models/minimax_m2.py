@@ -54,7 +54,7 @@ _KNOWN = (COMMON_FIELDS - {"moe_intermediate_size", "norm_topk_prob"}) | frozens
     "minimax_m2",
     NoArguments,
     architectures=("MiniMaxM2ForCausalLM",),
-    covers=("tied", "routed experts", "expert bias", "q/k norm over all heads", "MTP carried, not trained"),
+    covers=("tied", "routed experts", "expert bias", "q/k norm over all heads", "MTP carried (not trained)"),
     verified=EXACT,
 )
 class MiniMaxM2(DecoderFamily):

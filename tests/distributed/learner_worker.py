@@ -177,7 +177,15 @@ def for_transformers(policy: MegatronPolicy, minibatch: Sequence[MicroBatch]) ->
     choice, and the gradient of one NLL step.
     """
     found: dict[str, torch.Tensor] = {}
-    own = [replace(micro, has_route=torch.zeros_like(micro.mask)) for micro in minibatch]  # nothing is replayed
+    own = [  # nothing is replayed, all of the vocabulary is in the running, logits are the model's
+        replace(
+            micro,
+            has_route=torch.zeros_like(micro.mask),
+            temperature=torch.ones_like(micro.temperature),
+            support=None,
+        )
+        for micro in minibatch
+    ]
     for micro in own:
         logprobs = policy.logprobs(micro)
         chosen = policy.observe([micro])[0].own_routes if policy.num_experts else None

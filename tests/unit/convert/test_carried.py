@@ -260,7 +260,7 @@ def test_inspect_verify_and_list_tell_of_them(small, tmp_path, capsys):
     assert f"({len(extra)} of them carried, not trained)" in capsys.readouterr().out
     assert main(["convert", "--list", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    carriers = {row["family"] for row in rows if "MTP carried, not trained" in row["covers"]}
+    carriers = {row["family"] for row in rows if "MTP carried (not trained)" in row["covers"]}
     assert carriers == {"deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"}
 
 
@@ -330,3 +330,19 @@ def test_an_export_of_a_run_whose_folder_has_none_says_so(small, tmp_path, capsy
     same(read_files(tmp_path / "back"), {name: t for name, t in original.items() if name[:14] not in PREDICTED})
     assert main(["convert", "export", str(run), str(tmp_path / "with"), "--settings", str(small)]) == 0
     same(read_files(tmp_path / "with"), original)
+
+
+def test_a_run_that_began_from_fp8_gives_back_its_codes_and_scales(tmp_path):
+    """Its weights are what training made of them; what nothing trained is what the folder had."""
+    folder, plain = save_fp8_with_prediction(tmp_path / "fp8", "latent")
+    stored = read_files(folder)
+    import_checkpoint(find(folder), tmp_path / "shards", Layout(), Options())
+    run = save_run(tmp_path / "run", tmp_path / "shards", folder)
+    export_checkpoint(find(run), tmp_path / "back", FP8)
+    same(read_files(tmp_path / "back"), stored)
+    export_checkpoint(find(run), tmp_path / "plain", Options(dtype=torch.bfloat16))
+    found = read_files(tmp_path / "plain")
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())
+    config = read_config(tmp_path / "plain")
+    assert "quantization_config" not in config
