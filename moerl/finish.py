@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import logging
 from pathlib import Path
 
 import torch
@@ -10,12 +13,21 @@ from rich.console import RenderableType
 from moerl.analysis.report import write_report
 from moerl.analysis.run_folder import METRICS_FILE, read_metrics
 from moerl.config.schema import RunConfig
+from moerl.models.carried import (
+    NOTHING_CARRIED,
+    carried_float32_names,
+    carried_record,
+    missing_warning,
+    open_carried,
+)
 from moerl.models.family import family_of
 from moerl.models.hf_export import write_hf_folder
 from moerl.models.hf_folder import read_config
 from moerl.models.rules import buffer_names
 from moerl.protocols import Policy
 from moerl.telemetry.summary import build_summary, package_versions, summary_table, write_summary
+
+logger = logging.getLogger(__name__)
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HF_FOLDER = "hf"
@@ -27,23 +39,42 @@ def export_folder(run: Path, step: int) -> Path:
 
 
 def export_weights(cfg: RunConfig, out: Path, policy: Policy, *, is_leader: bool) -> None:
-    """Write the policy's weights as a Hugging Face folder; every rank takes part in putting each weight together.
+    """Write the policy's weights, and what `model.path` carries beside them, as a Hugging Face folder; every rank takes
+    part in putting each weight together.
 
     Raises:
-        CheckpointError: a weight is not finite in `checkpoint.export_dtype`, or the disk refuses.
+        CheckpointError: a weight is not finite in `checkpoint.export_dtype`, the disk refuses, or the files in
+            `model.path` with carried tensors are no longer what they were.
     """
     if not is_leader:
         for _ in policy.export():
             pass
         return
     hf = read_config(cfg.model.path)
+    family = family_of(hf, cfg.model.family)
+    rules = family.weight_rules(hf)
+    carried, warning = NOTHING_CARRIED, None
+    if cfg.model.init == "weights":
+        carried = open_carried(Path(cfg.model.path), family, hf)
+        warning = carried.age_warning() or missing_warning(carried, family, hf)
+    if warning is not None:
+        _warn_once(warning)
+    plain = carried.plain()
+    extra = ((name, plain.get(name)) for name in sorted(plain.names()))
     write_hf_folder(
         out,
-        policy.export(),
+        itertools.chain(policy.export(), extra),
         cfg.model.path,
         dtype=EXPORT_DTYPES[cfg.checkpoint.export_dtype],
-        float32_names=buffer_names(family_of(hf, cfg.model.family).weight_rules(hf)),
+        float32_names=buffer_names(rules) | carried_float32_names(carried, rules),
+        record={"converted_from": str(cfg.model.path), **carried_record(carried, is_older=True)},
     )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Of all exports of a run."""
+    logger.warning("%s", text)
 
 
 def finish_run(

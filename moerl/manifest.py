@@ -14,6 +14,8 @@ from moerl.errors import CheckpointError
 FORMAT = 2
 """1 had the learner's state bound to its layout."""
 MANIFEST = "manifest.json"
+HF_MANIFEST = "moerl_manifest.json"
+"""In a Hugging Face folder, where `manifest.json` may mean something else."""
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any], *, name: str = MANIFEST) -> None:

@@ -215,6 +215,8 @@ def _tell(out: Path, built: Built) -> None:
     print_line(f"{out}: {size}, {built.seconds:.1f} s, {rate:.2f} GB/s")
     for name, count in built.not_finite.items():
         print_line(f"warning: {name} has {count} values that are not finite; they were written as they are")
+    for warning in built.warnings:
+        print_line(f"warning: {warning}")
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -240,7 +242,8 @@ def _verify(args: argparse.Namespace) -> int:
     if verdict.differences:
         _console().print(comparison_table(verdict, args.rows))
     outcome = "equal, bit for bit" if is_equal else _differ(len(verdict.differences))
-    print_line(f"{verdict.num_tensors} tensors, {verdict.num_bytes / 1e9:.3f} GB: {outcome}")
+    carried = f" ({verdict.num_carried} of them carried, not trained)" if verdict.num_carried else ""
+    print_line(f"{verdict.num_tensors} tensors{carried}, {verdict.num_bytes / 1e9:.3f} GB: {outcome}")
     for path, names in verdict.left_out.items():
         print_line(f"{path}: {len(names)} tensors are not part of the model, such as {names[0]}")
     if forward is not None:

@@ -103,6 +103,8 @@ class Built:
     num_resumed: int
     """Files that an earlier start had made."""
     seconds: float
+    warnings: tuple[str, ...] = ()
+    """What else is to be told."""
 
 
 class Building:

@@ -54,13 +54,15 @@ class Verdict:
     num_bytes: int
     forward: Forward | None = None
     left_out: dict[str, list[str]] = field(default_factory=dict)
-    """Path -> tensors that no parameter is made of."""
+    """Path -> tensors that no parameter is made of and that are not carried."""
+    num_carried: int = 0
+    """Of `num_tensors`: those that no parameter is made of and that go with the model."""
 
 
 def compare_weights(
     first: Place, second: Place, *, threads: int = 1, show: Show | None = None, allowed: tuple[str, ...] = ()
 ) -> Verdict:
-    """Every tensor of two models under its Hugging Face name: presence, shape, type, and bits.
+    """Every tensor of two models under its Hugging Face name, carried ones too: presence, shape, type, and bits.
 
     Raises:
         CheckpointError: either cannot be read whole.
@@ -74,21 +76,40 @@ def compare_weights(
     ]
     found += [Difference(name, f"only in {first.path}") for name in sorted(rules[0] - rules[1])]
     found += [Difference(name, f"only in {second.path}") for name in sorted(rules[1] - rules[0])]
+    carried = first.carried(allowed), second.carried(allowed)
+    plain = carried[0].plain(), carried[1].plain()
+    for names, place in zip(_only(plain), (first, second), strict=True):
+        found += [Difference(name, f"carried only by {place.path}") for name in names]
     common = [name for rule in first.family.weight_rules(first.hf) for name in rule.hf_names if name in rules[1]]
-    sizes = [_num_bytes(sources[0], name) for name in common]
+    pairs = [(name, *sources) for name in common]
+    pairs += [(name, *plain) for name in sorted(plain[0].names() & plain[1].names())]
+    sizes = [_num_bytes(one, name) for name, one, _ in pairs]
     if show is not None:
         show.begin(sum(sizes), 0)
 
-    def judge(name: str) -> Difference | None:
-        outcome = _difference(name, *sources)
+    def judge(pair: tuple[str, WeightSource, WeightSource]) -> Difference | None:
+        outcome = _difference(*pair)
         if show is not None:
-            show.advance(_num_bytes(sources[0], name))
+            show.advance(_num_bytes(pair[1], pair[0]))
         return outcome
 
     with ThreadPoolExecutor(max_workers=threads) as pool:
-        found += [difference for difference in pool.map(judge, common) if difference is not None]
-    spare = {str(place.path): left_out(place, source) for place, source in zip((first, second), sources, strict=True)}
-    return Verdict(found, len(common), sum(sizes), left_out={path: names for path, names in spare.items() if names})
+        found += [difference for difference in pool.map(judge, pairs) if difference is not None]
+    places = zip((first, second), sources, carried, strict=True)
+    spare = {str(place.path): left_out(place, source, some) for place, source, some in places}
+    return Verdict(
+        found,
+        len(pairs),
+        sum(sizes),
+        left_out={path: names for path, names in spare.items() if names},
+        num_carried=len(pairs) - len(common),
+    )
+
+
+def _only(sources: tuple[WeightSource, WeightSource]) -> tuple[list[str], list[str]]:
+    """Names that each has and the other lacks."""
+    first, second = (source.names() for source in sources)
+    return sorted(first - second), sorted(second - first)
 
 
 def _num_bytes(source: WeightSource, name: str) -> int:

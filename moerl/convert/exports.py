@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from moerl.convert.building import Building, Built, Show, planned_files
+from moerl.convert.carrying import carried_out
 from moerl.convert.fp8_folders import fp8_blocks, fp8_names, quantization_config, with_scales
 from moerl.convert.imports import Options, elements_by_dtype, left_out, manifest_of, refuse_same_folder
-from moerl.convert.places import HF_MANIFEST, Place
+from moerl.convert.places import Place
 from moerl.convert.precision import FP8_BLOCK, cast, written_dtype
-from moerl.manifest import write_manifest
+from moerl.manifest import HF_MANIFEST, write_manifest
+from moerl.models.carried import Carried, missing_warning
 from moerl.models.disk import DiskTensor, disk_tensors
 from moerl.models.hf_export import copy_settings, shard_name, write_index
 from moerl.models.hf_folder import WeightSource
@@ -63,25 +65,31 @@ def export_checkpoint(
     refuse_same_folder(place, out)
     rules = place.family.weight_rules(place.hf)
     quantised = fp8_names(rules) if options.fp8_blocks else frozenset()
-    source = place.open(options.allowed)
+    source, carried = place.open(options.allowed), place.carried(options.allowed)
     held = {tensor.name: tensor for tensor in disk_tensors(place.family, place.hf)}
-    stored, scales = with_scales(plain_tensors(held.values(), source, options.dtype), quantised)
+    others = carried_out(carried, rules, options.dtype, quantised)
+    quantised |= others.quantised
+    own = plain_tensors(held.values(), source, options.dtype)
+    stored, scales = with_scales([*own, *others.tensors], quantised)
+
+    def get(name: str) -> Tensor:
+        return held[name].make(source.get) if name in held else others.get(name)
 
     def make(tensors: Sequence[Described]) -> Iterator[Tensor]:
         for described in tensors:
             if described.name in quantised:
-                yield from fp8_blocks(described.name, held[described.name].make(source.get))
+                yield from fp8_blocks(described.name, get(described.name))
             elif described.name not in scales:
-                yield cast(described.name, held[described.name].make(source.get), described.dtype)
+                yield cast(described.name, get(described.name), described.dtype)
 
     export = Export(
         stored,
         make,
         words=FP8_BLOCK if options.fp8_blocks else str(options.dtype),
-        followers=scales,
-        quantisation=quantization_config(rules, quantised) if options.fp8_blocks else None,
+        followers=scales | others.followers,
+        quantisation=quantization_config(rules, quantised, others.tensors) if options.fp8_blocks else None,
     )
-    return write_folder(place, out, options, export, source, world=world, show=show)
+    return write_folder(place, out, options, export, (source, carried), world=world, show=show)
 
 
 def plain_tensors(held: Iterable[DiskTensor], source: WeightSource, dtype: torch.dtype | None) -> list[Described]:
@@ -97,12 +105,13 @@ def write_folder(
     out: Path,
     options: Options,
     export: Export,
-    source: WeightSource,
+    read: tuple[WeightSource, Carried],
     *,
     world: World = World(),  # noqa: B008  frozen
     show: Show | None = None,
 ) -> Built | None:
-    """Build the folder; see `export_checkpoint`."""
+    """Build the folder; see `export_checkpoint`. `read`: the model, and what goes with it."""
+    carried = read[1]
     size, followers = options.max_file_bytes, export.followers
     count = len(planned_files(export.tensors, size, str, followers=followers)[1])
     files, _ = planned_files(export.tensors, size, lambda i: shard_name(i, count), followers=followers)
@@ -114,9 +123,13 @@ def write_folder(
         copy_settings(place.settings, folder, elements_by_dtype(plain), quantisation=export.quantisation)
         for name, content in export.more_files.items():
             (folder / name).write_bytes(content)
-        content = manifest_of(place, folder, built, options, left_out(place, source))
+        content = manifest_of(place, folder, built, options, left_out(place, *read), carried)
         write_manifest(folder, content, name=HF_MANIFEST)
 
     identity = {"from": place.identity(), "to": "huggingface", "dtype": export.words}
     building = Building(out, files, identity, world=world, overwrite=options.overwrite)
-    return building.build(lambda i: export.make(files[i].tensors), finish, threads=options.threads, show=show)
+    built = building.build(lambda i: export.make(files[i].tensors), finish, threads=options.threads, show=show)
+    if built is None or not place.is_trained:
+        return built
+    warning = carried.age_warning() if carried.kinds else missing_warning(carried, place.family, place.hf)
+    return built if warning is None else replace(built, warnings=(warning,))

@@ -70,13 +70,31 @@ def fp8_blocks(name: str, tensor: Tensor) -> Iterator[Tensor]:
         raise CheckpointError(f"{name}: {error}; export it with --dtype bf16, or an earlier checkpoint") from error
 
 
-def quantization_config(rules: Sequence[Rule], quantised: frozenset[str]) -> dict[str, Any]:
-    """What config.json says of such a folder, under the names that readers on the hub know."""
+def plain_modules(tensors: Sequence[Described], quantised: frozenset[str]) -> list[str]:
+    """Modules of those of `tensors` that are not FP8; of attention matrices alone, as in `quantization_config`."""
+    return [
+        tensor.name.removesuffix(".weight")
+        for tensor in tensors
+        if tensor.name.endswith(".weight")
+        and tensor.name not in quantised
+        and tensor.dtype is not torch.float8_e4m3fn
+        and (".self_attn." not in tensor.name or len(tensor.shape) == 2)
+    ]
+
+
+def quantization_config(
+    rules: Sequence[Rule], quantised: frozenset[str], carried: Sequence[Described] = ()
+) -> dict[str, Any]:
+    """What config.json says of such a folder, under the names that readers on the hub know.
+
+    `carried`: other tensors of the folder, of which those in float8 have their scales.
+    """
     left: dict[str, None] = {"lm_head": None}
     for name in (name for rule in rules for name in rule.hf_names):
         # readers skip what begins like an entry, so only whole modules; those of attention have no linear layer left
         if name.endswith(".weight") and name not in quantised and _IN_LAYER.search(name) and ".self_attn." not in name:
             left[name.removesuffix(".weight")] = None
+    left |= dict.fromkeys(plain_modules(carried, quantised))
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from moerl.convert.building import Built, Show
+from moerl.convert.carrying import carried_out
 from moerl.convert.exports import Export, plain_tensors, write_folder
-from moerl.convert.fp8_folders import fp8_names
+from moerl.convert.fp8_folders import fp8_names, plain_modules
 from moerl.convert.imports import Options, refuse_same_folder
 from moerl.convert.places import Place
 from moerl.convert.precision import cast, keeps_dtype
@@ -72,7 +73,8 @@ def export_fp8_tensors(
     if out.exists() and not options.overwrite:
         raise ConfigError(f"{out} exists and is left as it is; choose another target, or give --overwrite")
     rules = place.family.weight_rules(place.hf)
-    linear, source = fp8_names(rules), place.open(options.allowed)
+    linear, source, carried = fp8_names(rules), place.open(options.allowed), place.carried(options.allowed)
+    others = carried_out(carried, rules, options.dtype, frozenset())
     held = {tensor.name: tensor for tensor in disk_tensors(place.family, place.hf)}
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.modelopt-") as made:
@@ -83,6 +85,7 @@ def export_fp8_tensors(
         for tensor in plain_tensors(held.values(), source, options.dtype):
             own = _own_names(tensor.name) if tensor.name in quantised else ()
             stored += [Described(name, theirs.dtype(name), theirs.shape(name)) for name in own] or [tensor]
+        unmeasured = plain_modules(others.tensors, frozenset())
 
         def make(tensors: Sequence[Described]) -> Iterator[Tensor]:
             for described in tensors:
@@ -91,19 +94,32 @@ def export_fp8_tensors(
                     yield _held_to_source(name, theirs, source)
                 elif name.endswith(_SCALES):
                     yield theirs.get(name)
-                else:
+                elif name in held:
                     yield cast(name, held[name].make(source.get), described.dtype)
+                else:
+                    yield cast(name, others.get(name), described.dtype)
 
         digest = hashlib.sha256(json.dumps([text.tolist() for text in texts]).encode()).hexdigest()
         export = Export(
-            stored,
+            [*stored, *others.tensors],
             make,
             words=f"fp8-tensor by modelopt {modelopt_version} on {digest}",
             followers=frozenset(tensor.name for tensor in stored if tensor.name.endswith(_SCALES)),
-            quantisation=dict(read_config(made)["quantization_config"]),
-            more_files={SETTINGS_FILE: (Path(made) / SETTINGS_FILE).read_bytes()},
+            quantisation=_without(read_config(made)["quantization_config"], "ignore", unmeasured),
+            more_files={SETTINGS_FILE: _settings_file(Path(made), unmeasured)},
         )
-        return write_folder(place, out, options, export, source, show=show)
+        return write_folder(place, out, options, export, (source, carried), show=show)
+
+
+def _without(settings: dict[str, Any], field: str, modules: Sequence[str]) -> dict[str, Any]:
+    """`settings` whose list of what is not quantised has `modules` too."""
+    return {**settings, field: [*(settings.get(field) or ()), *modules]} if modules else dict(settings)
+
+
+def _settings_file(made: Path, modules: Sequence[str]) -> bytes:
+    content = json.loads((made / SETTINGS_FILE).read_text(encoding="utf-8"))
+    content["quantization"] = _without(content["quantization"], "exclude_modules", modules)
+    return json.dumps(content, indent=4).encode()
 
 
 def _own_names(name: str) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from moerl.convert.places import Place
 from moerl.convert.precision import cast, check_stacked, dtype_of
 from moerl.errors import ConfigError
 from moerl.manifest import sums_of, write_manifest
+from moerl.models.carried import Carried, carried_file, carried_record, kinds_of, write_carried_index
 from moerl.models.hf_export import copy_settings
 from moerl.models.hf_folder import WeightSource
 from moerl.models.rules import GateUp, Rule
@@ -55,7 +56,7 @@ def import_checkpoint(
     world: World = World(),  # noqa: B008  frozen
     show: Show | None = None,
 ) -> Built | None:
-    """Write the model of `place` as a sharded checkpoint with configuration and tokenizer.
+    """Write the model of `place` as a sharded checkpoint with configuration, tokenizer and carried tensors.
 
     Returns:
         What was written; None in other processes than the first.
@@ -78,19 +79,26 @@ def import_checkpoint(
         made, spans = planned_files(described, options.max_file_bytes, lambda i, s=start: _file_name(s + i))
         files += [file for file in made if file.tensors]
         contents += [[held[i] for i in span] for span in spans if span]
-    parts = _Parts(source)
+    parts, carried = _Parts(source), place.carried(options.allowed)
+    extra = carried_files(carried, options.max_file_bytes)
 
     def make(number: int) -> Iterator[Tensor]:
+        if number >= len(files):
+            yield from (carried.stored.get(tensor.name) for tensor in extra[number - len(files)].tensors)
+            return
         for piece in contents[number]:
             yield cast(piece.name, parts.read(piece), dtypes[piece.rule.megatron_name])
 
     def finish(folder: Path, built: Built) -> None:
         _describe(folder, contents, dtypes, layout)
+        if extra:
+            write_carried_index(folder, carried, {one.name: file.name for file in extra for one in file.tensors})
         copy_settings(place.settings, folder, elements_by_dtype(tensor for file in files for tensor in file.tensors))
-        write_manifest(folder, manifest_of(place, folder, built, options, left_out(place, source)))
+        spare = left_out(place, source, carried)
+        write_manifest(folder, manifest_of(place, folder, built, options, spare, carried))
 
     identity = {"from": place.identity(), "to": "megatron", "dtype": str(options.dtype)}
-    building = Building(out, files, identity, world=world, overwrite=options.overwrite)
+    building = Building(out, [*files, *extra], identity, world=world, overwrite=options.overwrite)
     return building.build(make, finish, threads=options.threads, show=show)
 
 
@@ -129,10 +137,18 @@ def refuse_same_folder(place: Place, out: Path) -> None:
             raise ConfigError(f"{out} and {folder} lie inside one another; choose a target outside of what is read")
 
 
-def left_out(place: Place, source: WeightSource) -> list[str]:
-    """Names in `source` that no rule reads."""
+def carried_files(carried: Carried, max_bytes: int) -> list[PlannedFile]:
+    """The files of their own that a sharded checkpoint has for them."""
+    described = [Described(name, carried.stored.dtype(name), carried.stored.shape(name)) for name in carried.names]
+    return [file for file in planned_files(described, max_bytes, carried_file)[0] if file.tensors]
+
+
+def left_out(place: Place, source: WeightSource, carried: Carried) -> list[str]:
+    """Names in `source` that no rule reads and that are not carried."""
     used = {name for rule in place.family.weight_rules(place.hf) for name in rule.hf_names}
-    return sorted(source.names() - used)
+    spare = sorted(source.names() - used)
+    known = kinds_of(spare, place.family, place.hf).keys() & carried.plain().names()
+    return [name for name in spare if name not in known]
 
 
 def elements_by_dtype(tensors: Iterable[Described]) -> dict[torch.dtype, int]:
@@ -163,7 +179,9 @@ def _describe(
         path.write_text(json.dumps({"format": FORMAT, **state, "tensors": tensors}))
 
 
-def manifest_of(place: Place, folder: Path, built: Built, options: Options, spare: Sequence[str]) -> dict[str, Any]:
+def manifest_of(
+    place: Place, folder: Path, built: Built, options: Options, spare: Sequence[str], carried: Carried
+) -> dict[str, Any]:
     """What the manifest of a converted folder says."""
     others = [path for path in folder.iterdir() if path.name not in built.sums]
     return {
@@ -173,4 +191,5 @@ def manifest_of(place: Place, folder: Path, built: Built, options: Options, spar
         "allow_unmapped": list(options.allowed),
         "unmapped": list(spare),
         "not_finite": dict(built.not_finite),
+        **carried_record(carried, is_older=bool(carried.kinds) and place.is_trained),
     }

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from moerl.convert.imports import left_out
 from moerl.convert.places import STEP_NAME, Place
 from moerl.errors import CheckpointError
-from moerl.manifest import check_file, read_manifest
+from moerl.manifest import HF_MANIFEST, MANIFEST, check_file, read_manifest
+from moerl.models.carried import Carried, kinds_of
 from moerl.models.quantised import quantisation_of
 from moerl.shards import ShardReader
 
@@ -44,7 +46,7 @@ def inspect_model(
         CheckpointError: its files cannot be read, or are not what config.json implies.
     """
     damage = damaged_files(place, threads) if verify else []
-    source = place.open(allowed)
+    source, carried = place.open(allowed), place.carried(allowed)
     rules = place.family.weight_rules(place.hf)
     settings = place.family.transformer_kwargs(place.hf)
     kinds, dtypes, tensors, active = Counter(), Counter(), {}, 0.0
@@ -70,7 +72,8 @@ def inspect_model(
         "files": {path.name: path.stat().st_size for path in place.files()},
         "checksums": checked,
         "damage": damage,
-        "left_out": left_out(place, source),
+        "left_out": left_out(place, source, carried),
+        "carried": _carried(place, carried),
         "tensors": tensors,
     }
     if place.form != "huggingface":
@@ -79,18 +82,53 @@ def inspect_model(
     return found
 
 
+def _carried(place: Place, carried: Carried) -> dict[str, Any]:
+    plain = carried.plain()
+    kinds = kinds_of(sorted(plain.names()), place.family, place.hf)
+    counts: Counter[str] = Counter()
+    for name, kind in kinds.items():
+        counts[kind] += math.prod(plain.shape(name))
+    return {
+        "from": str(carried.folder) if carried.kinds else None,
+        "is_older": bool(carried.kinds) and place.is_trained,
+        "parameters_by_kind": dict(counts),
+        "tensors": {
+            name: {
+                "shape": list(carried.stored.shape(name)),
+                "dtype": str(carried.stored.dtype(name)).removeprefix("torch."),
+            }
+            for name in carried.names
+        },
+    }
+
+
 def damaged_files(place: Place, threads: int = 1) -> list[str]:
-    """What is wrong with the files that the manifest lists, one sentence each; nothing where there is no manifest."""
-    path = place.manifest
+    """What is wrong with the files that the manifest lists, one sentence each; nothing where there is no manifest.
+
+    Of a checkpoint of a run, also of the files that hold what it carries, where those have a manifest.
+    """
+    inside = f"{place.weights.name}/" if place.form == "run" else ""
+    found = _damaged(place, place.manifest, lambda name: name.startswith(inside), threads)
+    if place.form != "run":
+        return found
+    try:
+        names = {path.name for path in place.carried().files}
+    except CheckpointError as error:
+        return [*found, str(error)]
+    others = (place.carried_folder / name for name in (MANIFEST, HF_MANIFEST))
+    manifest = next((path for path in others if path.is_file()), None) if names else None
+    return found + _damaged(None, manifest, names.__contains__, threads)
+
+
+def _damaged(place: Place | None, path: Path | None, is_asked: Callable[[str], bool], threads: int) -> list[str]:
     if path is None:
         return []
-    step = STEP_NAME.fullmatch(path.parent.name)
+    step = STEP_NAME.fullmatch(path.parent.name) if place is not None and place.form == "run" else None
     try:
-        manifest = read_manifest(path, int(step[1]) if step and place.form == "run" else 0)
+        manifest = read_manifest(path, int(step[1]) if step else 0)
     except CheckpointError as error:
         return [str(error)]
     files: Mapping[str, Mapping[str, Any]] = manifest["files"]
-    inside = f"{place.weights.name}/" if place.form == "run" else ""
 
     def judge(name: str) -> str | None:
         try:
@@ -100,7 +138,7 @@ def damaged_files(place: Place, threads: int = 1) -> list[str]:
         return None
 
     with ThreadPoolExecutor(max_workers=threads) as pool:
-        found = list(pool.map(judge, (name for name in files if name.startswith(inside))))
+        found = list(pool.map(judge, (name for name in files if is_asked(name))))
     return [fault for fault in found if fault is not None]
 
 

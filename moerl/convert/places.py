@@ -12,7 +12,8 @@ from typing import Literal
 from moerl.analysis.run_folder import CONFIG_FILE
 from moerl.config.load import read_values
 from moerl.errors import CheckpointError, ConfigError
-from moerl.manifest import MANIFEST
+from moerl.manifest import HF_MANIFEST, MANIFEST, read_manifest
+from moerl.models.carried import Carried, open_carried
 from moerl.models.family import HFConfig, ModelFamily, family_of
 from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, WeightSource, checked_source, read_config
 from moerl.models.sharded import open_weights
@@ -54,23 +55,42 @@ class Place:
         weights = open_weights(self.settings, self.family, self.hf, shards=self.weights)
         return checked_source(weights, self.family, self.hf, allowed)
 
+    def carried(self, allowed: Iterable[str] = ()) -> Carried:
+        """The tensors that go with the model as they are stored; of a checkpoint of a run, those of its `settings`.
+
+        `allowed`: regular expressions of names that may be left out.
+
+        Raises:
+            CheckpointError: a missing or damaged file.
+        """
+        return open_carried(self.carried_folder, self.family, self.hf, allowed)
+
+    @property
+    def carried_folder(self) -> Path:
+        """Where `carried` looks."""
+        return self.settings if self.form == "run" else self.weights
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its weights were trained after its carried tensors; so says a manifest, or being of a run."""
+        if self.form == "run" or self.manifest is None:
+            return self.form == "run"
+        return bool(read_manifest(self.manifest, 0).get("carried_is_older"))
+
     def files(self) -> list[Path]:
         """The files that hold weights."""
         if self.form == "huggingface":
             single = self.weights / SINGLE_FILE
             indexed = (self.weights / INDEX_FILE).is_file() or not single.is_file()
             return sorted(self.weights.glob("*.safetensors")) if indexed else [single]
-        return sorted(self.weights.glob("rank_*"))
+        return sorted([*self.weights.glob("rank_*"), *self.weights.glob("carried*")])
 
     def identity(self) -> dict[str, object]:
         """What tells this content from another, as far as names, sizes and times do."""
-        stats = [(path.name, path.stat()) for path in self.files()]
+        others = self.carried().files if self.form == "run" else ()
+        stats = [(path.name, path.stat()) for path in (*self.files(), *others)]
         files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
         return {"path": str(self.weights.absolute()), "files": files}
-
-
-HF_MANIFEST = "moerl_manifest.json"
-"""In a Hugging Face folder, where `manifest.json` may mean something else."""
 
 
 def find(path: str | Path, *, settings: str | Path | None = None, family: str = "auto") -> Place:

@@ -29,9 +29,12 @@ def keeps_dtype(rule: Rule) -> bool:
 
 def written_dtype(rule: Rule, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     """Of a tensor of `rule`."""
-    if asked is None or keeps_dtype(rule) or stored not in _CASTABLE:
-        return stored
-    return asked
+    return stored if keeps_dtype(rule) else asked_dtype(stored, asked)
+
+
+def asked_dtype(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """Of a tensor that is written as asked."""
+    return stored if asked is None or stored not in _CASTABLE else asked
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -111,6 +111,14 @@ def show_model(found: Mapping[str, Any], out: Console, *, every_name: bool) -> N
     out.print(count_table(("kind", "parameters"), found["parameters_by_kind"]))
     out.print(count_table(("type", "parameters"), found["parameters_by_dtype"]))
     out.print(_tensor_table(found["tensors"], every_name=every_name))
+    carried = found["carried"]
+    for kind, count in carried["parameters_by_kind"].items():
+        age = ", older than its weights" if carried["is_older"] else ""
+        out.print(
+            f"carried as stored, not trained: {kind}, {count:,} values of {carried['from']}{age}", highlight=False
+        )
+    if carried["tensors"] and every_name:
+        out.print(_tensor_table(carried["tensors"], every_name=True))
     if found["left_out"]:
         out.print(f"not part of the model: {shorten(found['left_out'])}", highlight=False)
     for line in found["damage"]:

@@ -1,18 +1,26 @@
 """DeepSeek-V3 and R1, Moonlight, Kimi-K2: latent attention, sigmoid routers, shared experts, the first layers dense.
 
-Their last layers, which predict the token after next (multi-token prediction), are neither read nor written: engines
-use them for speculative decoding alone, and transformers drops them too.
+Their last layers, which predict the token after next (multi-token prediction), go from checkpoint to checkpoint as they
+are stored: engines use them for speculative decoding alone, nothing trains them, and transformers drops them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from moerl.models.family import EXACT, HFConfig, NoArguments, families
+from moerl.models.family import EXACT, PREDICTION, HFConfig, NoArguments, families
 from moerl.models.hf_config import refuse_active, refuse_unknown, required
 from moerl.models.latent_attention import LATENT_FIELDS, LATENT_HARMLESS, latent_kwargs
-from moerl.models.moe_decoder import COMMON_FIELDS, DecoderFamily, DecoderShape, decoder_kwargs, latent_sizes
-from moerl.models.sigmoid_router import SIGMOID_FIELDS, prediction_layers, sigmoid_router, sigmoid_sizes
+from moerl.models.moe_decoder import (
+    COMMON_FIELDS,
+    DecoderFamily,
+    DecoderShape,
+    decoder_kwargs,
+    latent_sizes,
+    prediction_layers,
+)
+from moerl.models.sigmoid_router import SIGMOID_FIELDS, num_prediction_layers, sigmoid_router, sigmoid_sizes
 
 COVERS = (
     "tied",
@@ -22,7 +30,7 @@ COVERS = (
     "shared experts",
     "expert bias",
     "expert groups",
-    "not read: MTP",
+    "MTP carried (not trained)",
 )
 
 
@@ -54,9 +62,12 @@ class DeepseekV3Layers(DecoderFamily):
         assert shape.latent is not None
         return decoder_kwargs(shape, hf) | sigmoid_router(hf, shape) | latent_kwargs(shape.latent, hf)
 
-    def ignored_names(self, hf: HFConfig) -> tuple[str, ...]:
-        """Also the layers of multi-token prediction."""
-        return super().ignored_names(hf) + prediction_layers(hf, self.shape(hf).layers)
+    def carried_names(self, hf: HFConfig) -> Mapping[str, tuple[str, ...]]:
+        """Also the layers of multi-token prediction, numbered on from the decoder's."""
+        return {
+            **super().carried_names(hf),
+            PREDICTION: prediction_layers(self.shape(hf).layers, num_prediction_layers(hf)),
+        }
 
 
 @families.register("deepseek_v3", NoArguments, architectures=("DeepseekV3ForCausalLM",), covers=COVERS, verified=EXACT)

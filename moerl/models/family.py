@@ -94,6 +94,12 @@ class ModelFamily(Protocol):
         """Regular expressions (full match) of tensors that a checkpoint may hold and that nothing reads."""
         ...
 
+    def carried_names(self, hf: HFConfig) -> Mapping[str, tuple[str, ...]]:
+        """What they are (`PREDICTION`, `ROTARY`) -> regular expressions (full match) of tensors that a checkpoint may
+        hold, that no parameter is made of, and that go with the model all the same, as they are stored.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class NoArguments:
@@ -108,16 +114,22 @@ families: Registry[Callable[[], ModelFamily]] = Registry("model family", "moerl.
 - `verified`: how the mapping was held to transformers' own model.
 """
 
-EXACT = "logprobs, routes and gradients: 1 process against transformers, 2 and 4 processes against 1"
-"""Of `verified`, in float32: `tests/unit/mcore/test_mcore_families.py` and `tests/distributed/test_families.py`."""
+EXACT = "logprobs, routes and gradients of 1, 2 and 4 processes against transformers, to 1e-5"
+"""Of `verified`, in float32: `tests/distributed/test_families.py`, and `tests/unit/mcore/test_mcore_families.py`."""
 MAPPING_ONLY = "mapping only"
 """Of `verified`: names, shapes and values come back bit for bit, but no forward was compared."""
+
+PREDICTION = "multi-token prediction"
+"""Of `carried_names`: layers after the decoder's that guess further tokens; engines decode speculatively with them."""
+ROTARY = "rotary tables"
+"""Of `carried_names`: what follows from config.json, and old files hold."""
 
 _LINEAR_ATTENTION = "its layers of lightning attention have no counterpart in megatron-core"
 _SPARSE_ATTENTION = "its indexer of sparse attention has no packed form here, and routes of tokens would not be exact"
 UNSUPPORTED: dict[str, str] = {
-    "Qwen3NextForCausalLM": "megatron-core builds its gated delta net with flash-linear-attention alone, a library of "
-    "GPU kernels, so that nothing could be compared on a CPU",
+    "Qwen3NextForCausalLM": "megatron-core 0.19.2 refuses to build its gated delta net without flash-linear-attention "
+    "(GPU kernels), and the form of it in plain torch that it has (deterministic mode) takes no packed sequences, so "
+    "that no forward of packed samples could be compared on a CPU",
     "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,
     "DeepseekV4ForCausalLM": _SPARSE_ATTENTION,
     "GlmMoeDsaForCausalLM": _SPARSE_ATTENTION,

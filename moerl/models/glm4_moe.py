@@ -1,17 +1,25 @@
 """GLM-4.5 and 4.6 (355B, Air): sigmoid router with a bias for the choice, shared experts, the first layers dense.
 
-Their last layer, which predicts the token after next (multi-token prediction), is neither read nor written: engines use
-it for speculative decoding alone, and transformers drops it too.
+Their last layer, which predicts the token after next (multi-token prediction), goes from checkpoint to checkpoint as it
+is stored: engines use it for speculative decoding alone, nothing trains it, and transformers drops it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from moerl.models.family import EXACT, HFConfig, NoArguments, families
+from moerl.models.family import EXACT, PREDICTION, HFConfig, NoArguments, families
 from moerl.models.hf_config import partial_rope, refuse_active, refuse_unknown, required
-from moerl.models.moe_decoder import COMMON_FIELDS, DecoderFamily, DecoderShape, attention_sizes, decoder_kwargs
-from moerl.models.sigmoid_router import SIGMOID_FIELDS, prediction_layers, sigmoid_router, sigmoid_sizes
+from moerl.models.moe_decoder import (
+    COMMON_FIELDS,
+    DecoderFamily,
+    DecoderShape,
+    attention_sizes,
+    decoder_kwargs,
+    prediction_layers,
+)
+from moerl.models.sigmoid_router import SIGMOID_FIELDS, num_prediction_layers, sigmoid_router, sigmoid_sizes
 
 _KNOWN = COMMON_FIELDS | SIGMOID_FIELDS | {"attention_bias", "use_qk_norm"}
 
@@ -40,7 +48,7 @@ def _read_shape(hf: HFConfig) -> DecoderShape:
         "shared experts",
         "expert bias",
         "expert groups",
-        "not read: MTP",
+        "MTP carried (not trained)",
     ),
     verified=EXACT,
 )
@@ -57,6 +65,9 @@ class Glm4Moe(DecoderFamily):
         base, fraction = partial_rope(hf)
         return decoder_kwargs(shape, hf) | sigmoid_router(hf, shape) | {"rotary_base": base, "rotary_percent": fraction}
 
-    def ignored_names(self, hf: HFConfig) -> tuple[str, ...]:
+    def carried_names(self, hf: HFConfig) -> Mapping[str, tuple[str, ...]]:
         """Also the layers of multi-token prediction, numbered on from the decoder's."""
-        return super().ignored_names(hf) + prediction_layers(hf, _read_shape(hf).layers)
+        return {
+            **super().carried_names(hf),
+            PREDICTION: prediction_layers(_read_shape(hf).layers, num_prediction_layers(hf)),
+        }

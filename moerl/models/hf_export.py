@@ -7,15 +7,16 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moerl.errors import CheckpointError
+from moerl.manifest import HF_MANIFEST, sums_of, write_manifest
 from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, read_config
 from moerl.models.quantised import without_quantisation
+from moerl.tensor_file import Described, TensorFileWriter
 
 COPIED_FILES = (
     "added_tokens.json",
@@ -43,12 +44,14 @@ def write_hf_folder(
     dtype: torch.dtype | None = None,
     float32_names: frozenset[str] = frozenset(),
     max_shard_bytes: int = 5_000_000_000,
+    record: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `tensors` (Hugging Face names, any order) and the configuration and tokenizer of `source_folder` to `out`.
 
     The folder is built beside `out` and renamed, so `out` is never half written; an older `out` is replaced. Holds at
     most one shard in memory. The same tensors in the same order give the same bytes. `dtype` casts tensors of 16 to 64
-    bit floats; None keeps them; `float32_names` are float32 either way.
+    bit floats; None keeps them; `float32_names` are float32 either way. `record`: what a manifest says beside the
+    checksums of the files; None writes none.
 
     Raises:
         CheckpointError: a name comes twice, there are no tensors, one is not finite in the dtype it is written in, or
@@ -67,9 +70,13 @@ def write_hf_folder(
             writer.add(name, tensor)
         writer.finish()
         copy_settings(source, building, writer.dtypes)
+        if record is not None:
+            others = [path for path in building.iterdir() if path.name not in writer.sums]
+            files = {**writer.sums, **sums_of(building, others)}
+            write_manifest(building, {"step": 0, "files": files, **record}, name=HF_MANIFEST)
         _sync_files(building)
         put_in_place(building, out)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"cannot write {out} ({error}); free space or choose another folder") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -98,6 +105,9 @@ class _ShardWriter:
         self._seen: set[str] = set()
         self.dtypes: dict[torch.dtype, int] = {}
         """Elements written in each floating dtype."""
+        self.sums: dict[str, dict[str, Any]] = {}
+        """File -> size and checksum, once they have their final names."""
+        self._part_sums: list[dict[str, Any]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one tensor; it is cast and copied, so the caller may change it afterwards."""
@@ -129,18 +139,22 @@ class _ShardWriter:
             raise CheckpointError(f"no tensors to write into {self._folder.parent}")
         self._flush()
         count = len(self._shards)
-        if count == 1:
-            self._part(0).rename(self._folder / shard_name(0, 1))
-            return
         weight_map = {}
         for number, names in enumerate(self._shards):
             file = shard_name(number, count)
             self._part(number).rename(self._folder / file)
+            self.sums[file] = self._part_sums[number]
             weight_map.update(dict.fromkeys(names, file))
-        write_index(self._folder, weight_map, self._total_bytes)
+        if count > 1:
+            write_index(self._folder, weight_map, self._total_bytes)
 
     def _flush(self) -> None:
-        save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+        described = [Described(name, one.dtype, tuple(one.shape)) for name, one in self._pending.items()]
+        writer = TensorFileWriter(self._part(len(self._shards)), described)
+        with writer:
+            for tensor in self._pending.values():
+                writer.add(tensor)
+        self._part_sums.append(writer.sum())
         self._shards.append(list(self._pending))
         self._pending = {}
         self._pending_bytes = 0

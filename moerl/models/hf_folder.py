@@ -59,7 +59,7 @@ class WeightSource(Protocol):
 class HFFolder:
     """The weights of a folder: `model.safetensors`, or shards with their index. They stay open."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, index_file: str = INDEX_FILE) -> None:
         """Open every file and check it against the index.
 
         Raises:
@@ -68,7 +68,7 @@ class HFFolder:
         self.folder = Path(folder)
         self._files: dict[Path, TensorFile] = {}
         self._places: dict[str, Path] = {}
-        index = self.folder / INDEX_FILE
+        index = self.folder / index_file
         if index.is_file():
             self._read_index(index)
             return
@@ -110,6 +110,14 @@ class HFFolder:
         rest = file.describe(name).shape[2:]
         return file.read_box(name, (expert, start, *(0 for _ in rest)), (1, stop - start, *rest))[0]
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor.
+
+        Raises:
+            CheckpointError: no such tensor.
+        """
+        return self._place(name)
+
     def _place(self, name: str) -> Path:
         if name not in self._places:
             raise CheckpointError(
@@ -130,12 +138,17 @@ class HFFolder:
             listed = {name for name, place in weight_map.items() if place == file}
             lacking = sorted(listed - set(self._open(self.folder / file).names()))
             if lacking:
-                raise CheckpointError(f"{self.folder / file} lacks {shorten(lacking)}, which {INDEX_FILE} says it has")
+                raise CheckpointError(f"{self.folder / file} lacks {shorten(lacking)}, which {index.name} says it has")
         self._places = {name: self.folder / file for name, file in weight_map.items()}
 
     def _open(self, path: Path) -> TensorFile:
         self._files[path] = TensorFile(path)
         return self._files[path]
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether `HFFolder` would find any."""
+    return (folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()
 
 
 class InMemory:
@@ -257,13 +270,14 @@ def checked_source(
 ) -> WeightSource:
     """`source` under on-disk names, once it is sure that the family reads all of it and lacks nothing.
 
-    `allowed`: regular expressions of names that may be left out, beside those that the family ignores.
+    `allowed`: regular expressions of names that may be left out, beside those that the family ignores or carries.
 
     Raises:
         CheckpointError: as `Unfused` and `check_names`, or a tensor of another shape than config.json implies.
     """
     unfused, rules = Unfused(source, family.fused_slices(hf)), family.weight_rules(hf)
-    check_names(unfused, rules, (*family.ignored_names(hf), *allowed))
+    carried = (pattern for patterns in family.carried_names(hf).values() for pattern in patterns)
+    check_names(unfused, rules, (*family.ignored_names(hf), *carried, *allowed))
     for rule in rules:
         for name, shape in zip(rule.hf_names, rule.hf_shapes, strict=True):
             check_shape(name, unfused.shape(name), shape)

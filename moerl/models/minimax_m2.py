@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from moerl.errors import CheckpointError
-from moerl.models.family import EXACT, HFConfig, NoArguments, families
+from moerl.models.family import EXACT, PREDICTION, HFConfig, NoArguments, families
 from moerl.models.hf_config import partial_rope, refuse_active, refuse_unknown, required
 from moerl.models.moe_decoder import (
     COMMON_FIELDS,
@@ -17,6 +18,7 @@ from moerl.models.moe_decoder import (
     attention_sizes,
     check_topk,
     decoder_kwargs,
+    prediction_layers,
 )
 
 _INACTIVE: dict[str, tuple[Any, ...]] = {
@@ -52,7 +54,7 @@ _KNOWN = (COMMON_FIELDS - {"moe_intermediate_size", "norm_topk_prob"}) | frozens
     "minimax_m2",
     NoArguments,
     architectures=("MiniMaxM2ForCausalLM",),
-    covers=("tied", "routed experts", "expert bias", "q/k norm over all heads"),
+    covers=("tied", "routed experts", "expert bias", "q/k norm over all heads", "MTP carried (not trained)"),
     verified=EXACT,
 )
 class MiniMaxM2(DecoderFamily):
@@ -107,3 +109,9 @@ class MiniMaxM2(DecoderFamily):
             "rotary_base": base,
             "rotary_percent": fraction,
         }
+
+    def carried_names(self, hf: HFConfig) -> Mapping[str, tuple[str, ...]]:
+        """Also the layers of multi-token prediction, which engines look for after the decoder's."""
+        modules = (hf.get("num_mtp_modules") or 0) if hf.get("use_mtp") else 0
+        count = modules * (hf.get("mtp_transformer_layers") or 1)
+        return {**super().carried_names(hf), PREDICTION: prediction_layers(self.shape(hf).layers, count)}

@@ -9,12 +9,12 @@ Letters: L layers, h hidden, f width of an expert, E experts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moerl.errors import CheckpointError
-from moerl.models.family import WIDE_QK_NORM, FusedSlice, HFConfig
+from moerl.models.family import ROTARY, WIDE_QK_NORM, FusedSlice, HFConfig
 from moerl.models.hf_config import refuse_active, required
 from moerl.models.latent_attention import LatentAttention, latent_rules, read_latent
 from moerl.models.rules import QKV, Copy, GateUp, Rule, Vocab
@@ -220,9 +220,18 @@ class DecoderFamily(ABC):
         return slices
 
     def ignored_names(self, hf: HFConfig) -> tuple[str, ...]:
-        """Rotary tables of old files, and the copy of the embedding that some tied checkpoints carry."""
-        rotary = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-        return (rotary, r"lm_head\.weight") if self.shape(hf).is_tied else (rotary,)
+        """The copy of the embedding that some tied checkpoints have."""
+        return (r"lm_head\.weight",) if self.shape(hf).is_tied else ()
+
+    def carried_names(self, hf: HFConfig) -> Mapping[str, tuple[str, ...]]:
+        """Rotary tables of old files."""
+        layers = "|".join(map(str, range(self.shape(hf).layers)))
+        return {ROTARY: (rf"model\.layers\.({layers})\.self_attn\.rotary_emb\.inv_freq",)}
+
+
+def prediction_layers(layers: int, count: int) -> tuple[str, ...]:
+    """Regular expressions of `count` layers of multi-token prediction, numbered on from the `layers` of the decoder."""
+    return tuple(rf"model\.layers\.{layers + i}\..*" for i in range(count))
 
 
 def copy_rule(

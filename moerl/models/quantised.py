@@ -61,8 +61,11 @@ class Dequantised:
         *,
         dtype: torch.dtype = torch.bfloat16,
         transposes_mxfp4: bool = True,
+        is_part: bool = False,
     ) -> None:
         """`settings` is `quantization_config`; of the weights headers alone are read.
+
+        `is_part`: `source` is some of a folder's tensors, of which none need be quantised.
 
         Raises:
             CheckpointError: a float8 tensor without its scale, a scale without its weight or of a shape that fits
@@ -79,7 +82,7 @@ class Dequantised:
         for name in sorted(names):
             self._take(name, names)
         self._refuse_orphans(names)
-        if not self._stored:
+        if not self._stored and not is_part:
             raise CheckpointError(
                 f"config.json: quantization_config says {self._method!r}, but no tensor is quantised; "
                 "remove the field, or download the weights again"
@@ -255,10 +258,11 @@ def quantisation_of(hf: HFConfig) -> Mapping[str, Any] | None:
     return None
 
 
-def plain_source(source: WeightSource, hf: HFConfig) -> WeightSource:
+def plain_source(source: WeightSource, hf: HFConfig, *, is_part: bool = False) -> WeightSource:
     """`source` itself where nothing is quantised, else dequantised to the type that config.json names, or bfloat16.
 
     One folder stands for one plain model, whoever reads it: asking for float32 later widens the same values.
+    `is_part` as in `Dequantised`.
 
     Raises:
         CheckpointError: as `Dequantised`, or float8 tensors without a `quantization_config`.
@@ -266,7 +270,7 @@ def plain_source(source: WeightSource, hf: HFConfig) -> WeightSource:
     settings = quantisation_of(hf)
     if settings is not None:
         word = str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch.")
-        return Dequantised(source, settings, dtype=_PLAIN_DTYPES.get(word, torch.bfloat16))
+        return Dequantised(source, settings, dtype=_PLAIN_DTYPES.get(word, torch.bfloat16), is_part=is_part)
     bare = next((name for name in sorted(source.names()) if source.dtype(name) in _FLOAT8), None)
     if bare is not None:
         raise CheckpointError(

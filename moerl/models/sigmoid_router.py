@@ -1,5 +1,5 @@
 """What families with sigmoid routers share (DeepSeek-V3, arXiv 2412.19437, and GLM-4.5): dense first layers, shared
-experts, a bias for the choice, groups of experts, and layers of multi-token prediction that nothing here reads.
+experts, a bias for the choice, groups of experts, and layers of multi-token prediction, which nothing here trains.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ def sigmoid_router(hf: HFConfig, shape: DecoderShape) -> dict[str, Any]:
     return settings | {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
 
 
-def prediction_layers(hf: HFConfig, layers: int) -> tuple[str, ...]:
-    """Regular expressions of the tensors of multi-token prediction: layers that are numbered on from the decoder's."""
-    counts = [hf.get(name) or 0 for name in ("num_nextn_predict_layers", "num_mtp_layers")]
-    return tuple(rf"model\.layers\.{layers + i}\..*" for i in range(max(counts)))
+def num_prediction_layers(hf: HFConfig) -> int:
+    """Layers of multi-token prediction that a checkpoint may have."""
+    return max(hf.get(name) or 0 for name in ("num_nextn_predict_layers", "num_mtp_layers"))

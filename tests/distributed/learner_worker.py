@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from moerl.algorithms.aggregation import sequence_weights
 from moerl.algorithms.filtering import build_filters
 from moerl.algorithms.objective import build_objective
 from moerl.algorithms.presets import PRESETS
+from moerl.algorithms.types import LossInputs
 from moerl.build_credit import build_credit_rules, build_token_rules, credit_state
 from moerl.config.load import config_from_dict
 from moerl.config.schema import CriticSection, ModelSection, OptimSection, ParallelSection, PrecisionSection
@@ -31,7 +34,7 @@ from moerl.mcore.policy import MegatronPolicy
 from moerl.mcore.reduce import merge_over_ranks
 from moerl.metrics import Metrics, to_floats
 from moerl.token_credit import TokenCredit
-from moerl.types import Sample, StepBatch
+from moerl.types import MicroBatch, Sample, StepBatch
 
 STEPS = 3
 LENGTHS = (9, 17, 6, 21, 12, 8, 29, 14, 11, 7, 19, 10)
@@ -160,6 +163,45 @@ def routes_of(batch: StepBatch) -> dict[str, np.ndarray]:
     return found
 
 
+class Nll:
+    """Weighted negative log-likelihood."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __call__(self, x: LossInputs) -> tuple[torch.Tensor, Metrics]:
+        return -(x.weights.policy * torch.where(x.mask, x.logprobs, 0)).sum(), {}
+
+
+def for_transformers(policy: MegatronPolicy, minibatch: Sequence[MicroBatch]) -> dict[str, np.ndarray]:
+    """What a test needs to hold this layout to transformers: tokens, their logprobs and routes by the routers' own
+    choice, and the gradient of one NLL step.
+    """
+    found: dict[str, torch.Tensor] = {}
+    own = [  # nothing is replayed, all of the vocabulary is in the running, logits are the model's
+        replace(
+            micro,
+            has_route=torch.zeros_like(micro.mask),
+            temperature=torch.ones_like(micro.temperature),
+            support=None,
+        )
+        for micro in minibatch
+    ]
+    for micro in own:
+        logprobs = policy.logprobs(micro)
+        chosen = policy.observe([micro])[0].own_routes if policy.num_experts else None
+        bounds = micro.cu_seqlens.tolist()
+        live = torch.nonzero(micro.mask & (micro.position_ids > 0))[:, 0]
+        for i, sample in enumerate(micro.sample_ids):
+            rows = slice(bounds[i], bounds[i + 1])
+            found |= {f"of/{sample}/token_ids": micro.token_ids[rows], f"of/{sample}/mask": micro.mask[rows]}
+            found |= {f"of/{sample}/weights": micro.weights.policy[rows], f"of/{sample}/logprobs": logprobs[rows]}
+            if chosen is not None:
+                is_own = (live >= bounds[i]) & (live < bounds[i + 1])
+                found[f"of/{sample}/routes"] = chosen[is_own].sort(-1).values
+    found |= {f"nll/{name}": grad.float() for name, grad in policy.gradients(own, Nll()).items()}
+    return {name: tensor.detach().cpu().numpy() for name, tensor in found.items()}
+
+
 def train(case: dict[str, Any], layout: dict[str, Any], out: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Gradients of the first minibatch, then three steps."""
     learner = Learner(case, layout)
@@ -174,6 +216,8 @@ def train(case: dict[str, Any], layout: dict[str, Any], out: Path, name: str) ->
             is_first = parallel.tp.rank == parallel.cp.rank == parallel.pp.rank == 0
             if is_first and learner.policy.num_experts:
                 np.savez(out / f"{name}.routes.{parallel.dp.rank}.npz", **routes_of(batch))
+            if case.get("for_transformers"):
+                arrays |= for_transformers(learner.policy, batch.minibatches[0])
         metrics |= learner.learner.update(batch, learner.objective)
         record["metrics"].append(to_floats(metrics))
     if learner.critic is not None:  # its head has moved by now, so that its backbone has a gradient

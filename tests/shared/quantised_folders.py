@@ -20,13 +20,15 @@ SIZES: dict[str, Any] = dict(
     num_hidden_layers=2,
     head_dim=24,  # query 144 rows, key and value 48
 )
-LINEAR = ("self_attn.", "mlp.")
+LINEAR = ("self_attn.", "mlp.", "block_sparse_moe.")
 
 
 def is_linear(name: str, shape: Any) -> bool:
     """What the hub's FP8 folders have in FP8."""
     in_layer = any(part in name for part in LINEAR)
-    return in_layer and len(shape) == 2 and not name.endswith(("mlp.gate.weight", "expert_gate.weight"))
+    return (
+        in_layer and len(shape) == 2 and not name.endswith(("mlp.gate.weight", "moe.gate.weight", "expert_gate.weight"))
+    )
 
 
 def blocks_of(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from conversions import convert
 from safetensors.torch import load_file, save_file
 from tiny_models import save_model
 
@@ -33,15 +31,6 @@ def folder(tmp_path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
-def convert(*arguments: object, world: tuple[int, int] | None = None, **kwargs) -> subprocess.Popen[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if world is not None:
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        env |= dict(zip(names, map(str, (world[0], world[0], world[1], world[1])), strict=True))
-    command = [sys.executable, "-m", "moerl", "convert", *map(str, arguments)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
 class Slowly:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prediction_layers import save_with_prediction
 from quantised_folders import is_linear, read_files, save_bfloat16
 from safetensors.torch import load_file
 
@@ -82,3 +83,19 @@ def test_experts_that_no_text_reaches_have_scales_too(export, tmp_path):
     scales = [tensor for name, tensor in found.items() if name.endswith(".input_scale")]
     assert len(scales) == 2 * (4 + 3 * 8)
     assert all(bool(torch.isfinite(scale)) and scale > 0 for scale in scales)
+
+
+def test_layers_of_multi_token_prediction_stay_plain_and_are_listed(export, tmp_path):
+    folder, extra = save_with_prediction(tmp_path / "hf", "sigmoid", is_bfloat16=True)
+    import_checkpoint(find(folder), tmp_path / "shards", Layout(), Options())
+    export(find(tmp_path / "shards"), tmp_path / "out", OPTIONS, TEXTS)
+    found = read_files(tmp_path / "out")
+    for name, tensor in extra.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    more = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
+    for listed in (settings["ignore"], more["exclude_modules"]):
+        assert {"model.layers.2.eh_proj", "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.gate"} <= set(listed)
+    import_checkpoint(find(tmp_path / "out"), tmp_path / "again", Layout(), Options())
+    assert not compare_weights(find(tmp_path / "out"), find(tmp_path / "again")).differences

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversions import LAYOUTS
 from safetensors.torch import load_file
 from tiny_models import KINDS, SAME_MAPPING, save_model
 
@@ -21,13 +22,6 @@ from moerl.convert.places import find
 from moerl.errors import ConfigError
 from moerl.models.family import family_of
 from moerl.models.hf_folder import read_config
-
-SIZES = {"tensor": (1, 2), "pipeline": (1, 2), "virtual_pipeline": (1, 2), "expert": (1, 2), "expert_tensor": (1, 2)}
-LAYOUTS = [
-    Layout(**sizes)
-    for sizes in (dict(zip(SIZES, values, strict=True)) for values in itertools.product(*SIZES.values()))
-    if sizes["virtual_pipeline"] == 1 or sizes["pipeline"] == 2
-]
 
 
 @pytest.fixture(scope="module", params=[kind for kind in KINDS if kind not in SAME_MAPPING])

@@ -70,13 +70,13 @@ def test_a_layer_fused_among_others_that_are_not(folder, tmp_path):
     assert equal(there_and_back(variant(folder, "mixed", fuse), tmp_path), original)
 
 
-def test_rotary_buffers_of_old_files_are_left_out(folder, tmp_path):
-    original = load_file(folder / "model.safetensors")
+def test_rotary_buffers_of_old_files_go_along(folder, tmp_path):
     name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
-    other = variant(folder, "old", lambda t, _: t.update({name.format(i): torch.ones(6) for i in range(4)}))
-    assert equal(there_and_back(other, tmp_path), original)
+    other = variant(folder, "old", lambda t, _: t.update({name.format(i): torch.rand(6) for i in range(4)}))
+    assert equal(there_and_back(other, tmp_path), load_file(other / "model.safetensors"))
     manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
-    assert manifest["unmapped"] == [name.format(i) for i in range(4)]
+    assert manifest["carried"] == {"rotary tables": [name.format(i) for i in range(4)]}
+    assert manifest["unmapped"] == []
 
 
 @pytest.mark.parametrize("has_head", [True, False])

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversions import save_run
 from safetensors.torch import load_file, save_file
 from tiny_models import save_model
 
 from moerl.__main__ import main
-from moerl.checkpoint import CheckpointStore
 from moerl.commands.convert import add_arguments, num_bytes
 from moerl.convert.compare import compare_forwards, compare_weights
 from moerl.convert.exports import export_checkpoint
@@ -23,7 +23,6 @@ from moerl.convert.layouts import Layout
 from moerl.convert.places import find
 from moerl.errors import CheckpointError, ConfigError
 from moerl.models.family import UNSUPPORTED, families
-from moerl.shards import Shard, ShardReader, write_rank
 
 NAME = "model.layers.1.mlp.experts.2.up_proj.weight"
 
@@ -140,29 +139,8 @@ def test_inspection_as_json(shards, capsys):
     assert told["tensors"][NAME] == {"shape": [24, 40], "dtype": "float32"}
 
 
-class Learner:
-    """Saves what an import made, as a learner saves its weights."""
-
-    def __init__(self, shards: Path) -> None:
-        self.shards = shards
-
-    def save(self, folder: Path) -> None:
-        with ShardReader(self.shards) as reader:
-            boxes = []
-            for name, entry in reader.entries.items():
-                target = torch.empty(entry.shape, dtype=entry.dtype)
-                reader.fill(Shard(name, entry.shape, (0,) * len(entry.shape), target))
-                boxes.append(Shard(name, entry.shape, (0,) * len(entry.shape), target))
-        state = {"world_size": 1, "layout": Layout().described(), "counters": {}, "optimizer_updates": 0}
-        write_rank(folder, 0, boxes, state, {})
-
-
 def test_checkpoints_of_a_run_are_read_with_its_model(folder, shards, tmp_path, capsys):
-    run = tmp_path / "run"
-    store = CheckpointStore(run / "checkpoints", keep=3, model_id="m")
-    for step in (2, 4):
-        store.save(step, Learner(shards), {})  # pyright: ignore[reportArgumentType] it only saves
-    (run / "config.yaml").write_text(f"model:\n  path: {folder}\n")
+    run = save_run(tmp_path / "run", shards, folder, steps=(2, 4))
     for path in (run, run / "checkpoints", run / "checkpoints" / "step_000002"):
         assert find(path).form == "run"
         assert not compare_weights(find(folder), find(path)).differences

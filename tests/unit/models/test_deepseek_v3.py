@@ -92,7 +92,7 @@ def test_scales_of_yarn_are_those_of_transformers(mscale, everywhere, factor):
     )
 
 
-def test_layers_of_multi_token_prediction_are_left_out():
+def test_layers_of_multi_token_prediction_are_known_as_many_as_there_are():
     """Megatron-Bridge 4960 and slime 2131: none missing without a word, and more than one of them."""
     family = family_of(CONFIG)
     rules = family.weight_rules(CONFIG)
