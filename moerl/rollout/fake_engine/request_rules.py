@@ -8,7 +8,8 @@ from moerl.rollout.fake_engine.server_state import ServerState
 
 _SAMPLING_KEYS = """max_new_tokens temperature top_p top_k min_p stop stop_token_ids stop_regex ignore_eos
 min_new_tokens frequency_penalty presence_penalty repetition_penalty n skip_special_tokens
-spaces_between_special_tokens no_stop_trim sampling_seed json_schema regex ebnf structural_tag custom_params logit_bias"""
+spaces_between_special_tokens no_stop_trim sampling_seed json_schema regex ebnf
+structural_tag custom_params logit_bias"""
 SAMPLING_KEYS = frozenset(_SAMPLING_KEYS.split())
 """Any other is a 400; an unknown key beside them is not read at all."""
 

@@ -10,7 +10,7 @@ FaultKind = Literal["lost", "busy", "broken", "refused", "bad_answer", "late"]
 """lost: no whole answer came (refused, dropped or truncated). busy: 429 or 503, it will take requests again. broken:
 any other 5xx. refused: 4xx, the request itself is wrong. bad_answer: it breaks the API. late: none came in time."""
 
-_RETRIED: frozenset[FaultKind] = frozenset({"lost", "busy", "broken"})
+_RETRIED: frozenset[FaultKind] = frozenset({"lost", "busy", "broken", "late"})
 _SUSPECT: frozenset[FaultKind] = frozenset({"lost", "broken", "late"})
 _MAX_SHOWN = 300
 """Characters of a server's words that a message repeats."""
