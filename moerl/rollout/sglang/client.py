@@ -267,9 +267,9 @@ class SglangClient:
         """Leave the process group."""
         await self._update("/destroy_weights_update_group", {"group_name": group_name}, self.timeouts.control_seconds)
 
-    async def set_weight_version(self, version: int) -> None:
-        """Change the label alone; nothing is aborted."""
-        body = {"new_version": str(version), "abort_all_requests": False}
+    async def relabel(self, label: str) -> None:
+        """Change the label of the weights alone; nothing is aborted."""
+        body = {"new_version": label, "abort_all_requests": False}
         await self._update("/update_weight_version", body, self.timeouts.control_seconds)
 
     async def checksum(self, *, selector: Selector = "all") -> Checksum:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from moerl.errors import RolloutError
-from moerl.rollout.sglang.routes import RouteLayout, join_routes
+from moerl.rollout.engine import RouteLayout
+from moerl.rollout.sglang.routes import join_routes
 from moerl.rollout.sglang.wire import Answer, WireRequest
 from moerl.types import Completion, FinishReason, LocalArray, SamplingParams, Support, TopLogprobs
 

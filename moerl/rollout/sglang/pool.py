@@ -43,6 +43,8 @@ class Member:
     lanes: list[Lane] = field(default_factory=list)
     state: MemberState = "fit"
     why_out: str = ""
+    must_replay: bool = False
+    """It left while weights or memory were on their way: whatever its label says, they are sent again."""
     failures: int = 0
     """In a row, of the kinds that speak against the server."""
     num_ejections: int = 0
@@ -127,6 +129,7 @@ class Pool:
             return False
         member.state, member.why_out = "out", why
         member.num_ejections += 1
+        member.must_replay = member.must_replay or bool(self.shut_by)
         for prompt in [prompt for prompt, lane in self._homes.items() if lane.member is member]:
             del self._homes[prompt]
         logger.warning("%s is out: %s", member.name, why)
@@ -135,7 +138,7 @@ class Pool:
     def readmit(self, member: Member) -> None:
         """It serves again."""
         if member.state == "out":
-            member.state, member.why_out, member.failures = "fit", "", 0
+            member.state, member.why_out, member.failures, member.must_replay = "fit", "", 0, False
             member.num_returns += 1
             logger.warning("%s serves again", member.name)
             self.hand_out()

@@ -9,28 +9,11 @@ from __future__ import annotations
 
 import binascii
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from moerl.errors import RolloutError
-
-
-@dataclass(frozen=True, slots=True)
-class RouteLayout:
-    """Shape of a model's routes."""
-
-    num_layers: int
-    """All layers, as the server counts them."""
-    moe_layers: tuple[int, ...]
-    """Those that have a router; the only ones that are kept."""
-    experts_per_token: int
-    num_experts: int
-
-    @property
-    def dtype(self) -> type[np.generic]:
-        """The smallest that holds every id, as `Completion.routed_experts` says."""
-        return np.uint8 if self.num_experts <= 256 else np.int16
+from moerl.rollout.engine import RouteLayout
 
 
 def encode_routes(rows: np.ndarray) -> str:

@@ -75,10 +75,14 @@ class Watch:
     async def try_return(self, member: Member) -> bool:
         """Bring an ejected server back if it is healthy and has, or gets, the weights of now."""
         pool, client = self._dispatcher.pool, member.client
-        if pool.shut_by or not await client.health():
+        if pool.shut_by:
             return False
         try:
-            if not await self._has_weights(client) and not await self._get_weights(client):
+            await client.continue_generation()  # it may have been paused when it left, and is not healthy then
+            if not await client.health():
+                return False
+            is_current = not member.must_replay and await self._has_weights(client)
+            if not is_current and not await self._get_weights(client):
                 logger.error(
                     "%s is healthy but has other weights than version %d, and there is nothing to send them from; it "
                     "stays out until the next update",
@@ -87,7 +91,7 @@ class Watch:
                 )
                 return False
         except MoerlError as error:
-            logger.warning("%s did not take its weights (%s); it stays out for now", member.name, error)
+            logger.info("%s is still out (%s)", member.name, error)
             return False
         if pool.shut_by:  # an update began meanwhile: what it has may be old by now
             return False

@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from moerl.errors import RolloutError
+from moerl.rollout.engine import RouteLayout
 from moerl.rollout.sglang.answer_parts import read_spans, read_support, read_top
 from moerl.rollout.sglang.faults import ServerError, shown
-from moerl.rollout.sglang.routes import RouteLayout, decode_routes
+from moerl.rollout.sglang.routes import decode_routes
 from moerl.types import FinishReason, SamplingParams, Support, TopLogprobs
 
 MAX_MASK_TOKENS = 4096
