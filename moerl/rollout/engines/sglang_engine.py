@@ -180,7 +180,7 @@ class SglangEngine:
         await self._on_loop((await self._ready()).take(bucket))
 
     async def set_memory(self, *, released: bool) -> None:
-        """Give cache and weights back, or take the weights' memory again; then nothing is served before the next update."""
+        """Give cache and weights back, or take the weights' memory again; nothing is served until they came."""
         updates = await self._ready()
         await self._on_loop(updates.release_memory() if released else updates.take_memory())
 

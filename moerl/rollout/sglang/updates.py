@@ -166,7 +166,7 @@ class Updates:
             await self.resume()
 
     async def _flush(self, client: SglangClient) -> None:
-        """Old weights made the cached prefixes. Under `in_place` a server refuses while requests run, which keep theirs."""
+        """Old weights made the cached prefixes. Under `in_place` a server that is busy refuses."""
         try:
             await client.flush_cache(max_attempts=1 if self._mode == "in_place" else 5)
         except ServerError as error:
