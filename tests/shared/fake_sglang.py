@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-SOURCE = '''
+SOURCE = """
 import http.server, json, os, signal, subprocess, sys
 mode, line = os.environ.get("FAKE_SGLANG", ""), sys.argv[1:]
 keys = json.load(open(line[line.index("--config") + 1]))
@@ -32,7 +32,7 @@ class Health(http.server.BaseHTTPRequestHandler):
         pass
 server = http.server.ThreadingHTTPServer(("127.0.0.1", int(line[line.index("--port") + 1])), Health)
 server.serve_forever()
-'''
+"""
 
 
 def make_python(folder: Path) -> Path:

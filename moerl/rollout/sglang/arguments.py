@@ -1,4 +1,4 @@
-"""How a server is started: a typed configuration, what SGLang 0.5.23 would let through and fail at later, its arguments.
+"""How a server is started: a typed configuration, what SGLang 0.5.23 would fail at only later, and its arguments.
 
 Every line that `arguments` makes passes SGLang's own parser and its resolution (`tests/sglang`). SGLang accepts more
 than it can serve (tensor 2 with expert 4, a hierarchical cache whose routes are stale); `faults` says so beforehand.
@@ -86,7 +86,7 @@ class SglangServerConfig:
 
     num_servers: int = 1
     python: str = "auto"
-    """The Python of the server's own environment; `auto` is `.venv-sglang/bin/python` beside moerl, of `make sglang`."""
+    """Of the servers' own environment; `auto` is `.venv-sglang/bin/python` beside moerl, which `make sglang` makes."""
     host: str = "127.0.0.1"
     """Address to listen on; one that others can reach is a choice, and every request needs the run's key."""
     device: str = "auto"
@@ -215,8 +215,8 @@ def _axis_faults(config: SglangServerConfig) -> Iterator[str]:
             )
     if config.moe_a2a_backend not in ("none", "flashinfer") and config.expert != config.tensor:
         yield (
-            f"{WHERE}.expert is {config.expert}, but moe_a2a_backend {config.moe_a2a_backend!r} has every expert on one "
-            f"rank: it must equal {WHERE}.tensor, which is {config.tensor}"
+            f"{WHERE}.expert is {config.expert}, but moe_a2a_backend {config.moe_a2a_backend!r} has every expert on "
+            f"one rank: it must equal {WHERE}.tensor, which is {config.tensor}"
         )
     if config.moe_a2a_backend != "none" and config.tensor == 1:
         yield f"{WHERE}.moe_a2a_backend is {config.moe_a2a_backend!r}, but with tensor 1 there is nobody to send to"

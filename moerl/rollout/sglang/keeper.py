@@ -92,7 +92,7 @@ class Keeper:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=lambda: self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509  no threads here
         )
 
     def run(self) -> int:

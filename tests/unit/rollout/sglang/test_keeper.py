@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -29,7 +30,7 @@ def masked(pieces, secret):
 def test_the_secret_is_masked_wherever_the_output_is_cut(words, cuts):
     text = b"".join(words)
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(places)]
     assert masked(pieces, "secret")[0] == text.replace(b"secret", keeper.MASK)
 
 

@@ -16,7 +16,7 @@ import pytest
 from moerl.errors import ConfigError, RolloutError
 from moerl.rollout.sglang import servers as servers_module
 from moerl.rollout.sglang.arguments import SglangServerConfig
-from moerl.rollout.sglang.processes import free_port, is_free
+from moerl.rollout.sglang.processes import free_port, is_free, tail
 from moerl.rollout.sglang.servers import SglangServers, attach, core_lists, server_environment, server_python
 
 WAIT_SECONDS = 60.0
@@ -209,6 +209,14 @@ def test_a_port_that_another_took_is_named(make, monkeypatch):
             servers.start()
 
 
+def test_the_end_of_a_log_leaves_out_what_hides_the_reason(tmp_path):
+    log = tmp_path / "log"
+    assert tail(log) == "    nothing"
+    noise = 'nanobind: leaked 64 types!\n - leaked type "x"\n - ... skipped remainder\n' * 30
+    log.write_text("first\nValueError: the reason\n\n" + noise)
+    assert tail(log, lines=1) == "    ValueError: the reason"
+
+
 def test_ports_are_free_and_below_those_of_outgoing_connections():
     port = free_port("127.0.0.1")
     assert is_free("127.0.0.1", port)
@@ -227,8 +235,8 @@ def test_several_servers_have_addresses_and_logs_of_their_own(make):
 def test_what_is_absent_is_named(tmp_path, model):
     with pytest.raises(ConfigError, match="make the servers' environment with `make sglang`"):
         server_python(str(tmp_path / "no-python"))
-    with pytest.raises(ConfigError, match="has no config.json"):
-        config = SglangServerConfig(python=sys.executable)
+    config = SglangServerConfig(python=sys.executable)
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         SglangServers(config, model_path=tmp_path / "no", log_folder=tmp_path, returns_routes=False, has_cuda=False)
 
 
