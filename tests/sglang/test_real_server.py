@@ -52,8 +52,9 @@ def servers(request, python, tmp_path_factory):
 
 @pytest.fixture
 def talk(servers):
-    """Serving the first policy, with an empty cache."""
+    """Serving the first policy at full speed, with an empty cache."""
     talk = Talk(servers.servers[0])
+    talk.ok("/slow_down", forward_sleep_time=None)
     if talk.call("/model_info", method="GET")[1]["weight_version"] != "0":
         talk.load(POLICY, 0)
     talk.flush()
@@ -161,15 +162,16 @@ def test_a_prefix_comes_from_the_cache_with_its_routes(talk, oracle):
     assert talk.generate(turn, max_new_tokens=1).meta["cached_tokens"] == 0
 
 
-def running(talk, rid, **options):
-    """A long completion that is under way."""
-    finish = talk.begin(PROMPT, rid=rid, max_new_tokens=200, ignore_eos=True, **options)
-    time.sleep(1.0)
-    return finish
+def running(talk, *rids):
+    """Long completions that are under way, for ten seconds at least."""
+    talk.ok("/slow_down", forward_sleep_time=0.05)
+    finishes = [talk.begin(PROMPT, rid=rid, max_new_tokens=200, ignore_eos=True) for rid in rids]
+    time.sleep(2.0)
+    return finishes
 
 
 def test_an_abort_answers_with_what_there_is(talk, oracle):
-    finish = running(talk, "abort-me")
+    (finish,) = running(talk, "abort-me")
     talk.ok("/abort_request", rid="abort-me")
     answer = finish()
     assert answer.meta["finish_reason"]["type"] == "abort"
@@ -179,13 +181,13 @@ def test_an_abort_answers_with_what_there_is(talk, oracle):
 
 
 def test_an_abort_takes_every_rid_that_begins_so(talk):
-    one, two = running(talk, "prefix-1"), running(talk, "prefix-12")
+    one, two = running(talk, "prefix-1", "prefix-12")
     talk.ok("/abort_request", rid="prefix-1")
     assert {one().meta["finish_reason"]["type"], two().meta["finish_reason"]["type"]} == {"abort"}
 
 
 def test_pause_abort_then_update(talk, oracle, other, other_oracle):
-    finish = running(talk, "pause-abort")
+    (finish,) = running(talk, "pause-abort")
     talk.ok("/pause_generation", mode="abort")
     partial = finish()
     waiting = talk.begin(PROMPT, max_new_tokens=8, ignore_eos=True)
@@ -211,7 +213,7 @@ def spans(answer):
 
 def test_pause_retract_recomputes_everything_with_the_new_weights(talk, oracle, other, other_oracle):
     """So the routes of the earlier span are the new policy's while its logprobs are the old one's (pitfall 21)."""
-    finish = running(talk, "pause-retract")
+    (finish,) = running(talk, "pause-retract")
     talk.ok("/pause_generation", mode="retract")
     talk.load(other, 1, flush_cache=False)
     talk.flush()
@@ -226,7 +228,7 @@ def test_pause_retract_recomputes_everything_with_the_new_weights(talk, oracle, 
 
 def test_pause_in_place_goes_on_from_the_old_cache(talk, oracle, other, other_oracle):
     """Later tokens are sampled by new weights over keys and values of old ones: neither policy's logprobs."""
-    finish = running(talk, "pause-in-place")
+    (finish,) = running(talk, "pause-in-place")
     talk.ok("/pause_generation", mode="in_place")
     assert talk.call("/flush_cache")[0] == 400, "something runs"
     talk.load(other, 1, flush_cache=False)
