@@ -5,17 +5,14 @@ One process of SGLang's environment answers all (its import takes half a minute)
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
-import sglang_inside
 import torch
 from safetensors.torch import save_file
+from sglang_process import inside
 
 from moerl.rollout.sglang.arguments import SglangServerConfig, arguments, faults
-from moerl.rollout.sglang.servers import server_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = ROOT / "configs" / "demo" / "policy"
@@ -103,20 +100,6 @@ BUCKETS = [
     {"d.odd": torch.arange(3).bfloat16(), "d.wide": torch.arange(3).float() / 7, "d.scalar": torch.tensor(1.5)},
 ]
 """Of one format, of two, and of such sizes that nothing behind the first is aligned."""
-
-
-def inside(python, asked):
-    """The answers of `tests/shared/sglang_inside.py`."""
-    done = subprocess.run(
-        [python, sglang_inside.__file__],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        env=server_environment("cpu", 1),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

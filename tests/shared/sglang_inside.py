@@ -27,20 +27,26 @@ def resolved(argv):
 
 
 def parsed(name, body):
-    """A request class of SGLang made of a payload: its fields, or the error."""
+    """A request class of SGLang made of a payload: keys that it lacks, its fields as text; or the error."""
     import msgspec
     from sglang.srt.managers import io_struct
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
     kind = getattr(io_struct, name)
+    fields = getattr(kind, "__struct_fields__", None) or kind.__dataclass_fields__
+    unknown = sorted(set(body) - set(fields))
     try:
         if name == "GenerateReqInput":
             made = kind(**body)
             made.normalize_batch_and_arguments()
-            return {"fields": {key: str(getattr(made, key)) for key in body}}
-        made = msgspec.convert(body, kind, strict=False)
-        return {"fields": {key: str(getattr(made, key)) for key in body}}
+            sampling = SamplingParams(**body["sampling_params"])
+            sampling.normalize(None)
+            sampling.verify(32000)
+        else:
+            made = msgspec.convert(body, kind)
+        return {"unknown": unknown, "fields": {key: str(getattr(made, key)) for key in body}}
     except Exception as error:  # noqa: BLE001  whatever SGLang raises is the answer
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"unknown": unknown, "error": f"{type(error).__name__}: {error}"}
 
 
 def round_trip(path):
