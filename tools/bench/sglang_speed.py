@@ -1,6 +1,6 @@
-"""Start-up time and tokens per second of one real SGLang server: `tools/bench/sglang_speed.py [--tensor 2]`.
+"""Start-up time and tokens per second of a real SGLang server: `tools/bench/sglang_speed.py [--tensor 2]`.
 
-Launches it on the demo's policy in float32 (`make sglang` first) and asks for completions with logprobs and routes, 1, 8
+Launches it on the demo's policy in float32 (`make sglang` first), asks for completions with logprobs and routes, 1, 8
 and 32 at once, three rounds each; prints the fastest round. It says what tests can expect, nothing about a GPU.
 """
 
