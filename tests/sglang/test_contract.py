@@ -12,7 +12,17 @@ import torch
 from safetensors.torch import save_file
 from sglang_process import inside
 
-from moerl.rollout.sglang.arguments import SglangServerConfig, arguments, faults
+from moerl.rollout.sglang.arguments import (
+    ALIASES,
+    FLAGS,
+    NOT_WITH_ROUTES,
+    OURS,
+    SWITCHED_OFF,
+    SWITCHES,
+    SglangServerConfig,
+    arguments,
+    faults,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = ROOT / "configs" / "demo" / "policy"
@@ -140,6 +150,11 @@ def test_the_parser_does_refuse(answers):
 def test_what_sglang_lets_through_we_refuse(answers):
     assert "error" not in answers["lines"][-1], "SGLang refuses this now: our own rule could go"
     assert list(faults(SglangServerConfig(tensor=2, expert=4), has_cuda=True, returns_routes=False))
+
+
+def test_every_flag_that_we_name_is_one(answers):
+    named = {*FLAGS.values(), *SWITCHES.values(), *SWITCHED_OFF.values(), *ALIASES, *OURS, *NOT_WITH_ROUTES}
+    assert named - set(answers["flags"]) == set()
 
 
 @pytest.mark.parametrize("place", range(len(BUCKETS)))

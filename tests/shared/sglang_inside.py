@@ -1,7 +1,7 @@
 """Run by the Python of SGLang's environment, which has no moerl: what SGLang itself says of our lines and buckets.
 
 Standard input: JSON `{"lines": [argv, ...], "payloads": [[class name, body], ...], "buckets": folder}`; the last line
-of standard output: the same with answers.
+of standard output: the same with answers, and `flags`, all that SGLang's parser knows.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ def resolved(argv):
         return {"resolved": {name: str(value) for name, value in args.resolved_dict().items()}}
     except (Exception, SystemExit) as error:  # noqa: BLE001  whatever SGLang raises is the answer
         return {"error": f"{type(error).__name__}: {error}"}
+
+
+def flags():
+    """Every spelling that the parser knows."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return sorted(parser._option_string_actions)
 
 
 def parsed(name, body):
@@ -81,6 +90,7 @@ def round_trip(path):
 def main():
     asked = json.load(sys.stdin)
     answers = {
+        "flags": flags(),
         "lines": [resolved(argv) for argv in asked.get("lines", ())],
         "payloads": [parsed(name, body) for name, body in asked.get("payloads", ())],
         "buckets": [round_trip(path) for path in sorted(Path(asked["buckets"]).glob("*.safetensors"))]
