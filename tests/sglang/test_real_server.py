@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 POLICY = ROOT / "configs" / "demo" / "policy"
 PROMPT = [11, 14, 10, 15, 9, 14, 13, 18, 21]
 PROMPTS = [PROMPT, [9, 14, 5, 15, 10, 18, 21], [2, 5], [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15] * 6]
-TOLERANCE = 2e-5
-"""Of a logprob in float32; the largest gap seen was a fifth of it."""
+TOLERANCE = 5e-5
+"""Of a logprob in float32; the largest gap seen was a fifth of it, 1.0e-5 (TP2 x EP2, T=0.7)."""
 
 pytestmark = pytest.mark.slow
 
