@@ -65,7 +65,12 @@ CASES: dict[str, tuple[str, str, Any]] = {
     "batch": (
         "POST",
         "/generate",
-        {"rid": ["r-b0", "r-b1"], "input_ids": [PROMPT, PROMPT[:4]], "sampling_params": {"max_new_tokens": 3}, **ROUTES},
+        {
+            "rid": ["r-b0", "r-b1"],
+            "input_ids": [PROMPT, PROMPT[:4]],
+            "sampling_params": {"max_new_tokens": 3},
+            **ROUTES,
+        },
     ),
     "several": ("POST", "/generate", generate("r-n", sampling={"n": 2, "max_new_tokens": 3}, return_logprob=True)),
     "unknown_option": ("POST", "/generate", generate("r-unknown", no_such_option=True)),
@@ -148,13 +153,13 @@ class Recorder:
 
     def record_twice(self) -> None:
         """The same rid while it is alive."""
-        body = generate("r-twice", sampling={**LONG, "max_new_tokens": 60})
+        body = generate("r-twice", sampling=LONG)
         threads = [
             threading.Thread(target=self.record, args=(f"same_rid_{i}", "POST", "/generate", body)) for i in range(2)
         ]
         for thread in threads:
             thread.start()
-            time.sleep(0.5)
+            time.sleep(0.3)
         for thread in threads:
             thread.join()
 
@@ -165,7 +170,7 @@ def record_all(server: Server, folder: Path) -> None:
     for name, (method, path, body) in CASES.items():
         recorder.record(name, method, path, body)
     recorder.record("without_key", "POST", "/generate", generate("r-no-key"), with_key=False)
-    recorder.record("server_info_without_key", "GET", "/model_info", None, with_key=False)
+    recorder.record("model_info_without_key", "GET", "/model_info", None, with_key=False)
     recorder.record_interrupted("abort", "r-abort", ("POST", "/abort_request", {"rid": "r-abort"}))
     recorder.record_interrupted("abort_pause", "r-pause", ("POST", "/pause_generation", {"mode": "abort"}))
     recorder.record("continue", "POST", "/continue_generation", {})

@@ -69,8 +69,8 @@ def check_machine(venv: Path, build: str) -> None:
     """
     if sys.version_info[:2] != PYTHON:
         raise SetupError(
-            f"this is Python {sys.version.split()[0]}, but the servers are run with {PYTHON[0]}.{PYTHON[1]}; install it "
-            "and name it: make sglang SGLANG_PYTHON=/path/to/python3.11"
+            f"this is Python {sys.version.split()[0]}, but the servers are run with {PYTHON[0]}.{PYTHON[1]}; install "
+            "it and name it: make sglang SGLANG_PYTHON=/path/to/python3.11"
         )
     folder = next(parent for parent in (venv, *venv.parents) if parent.exists())
     free = shutil.disk_usage(folder).free

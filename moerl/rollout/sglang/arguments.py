@@ -1,4 +1,4 @@
-"""How a server is started: a typed configuration, what SGLang 0.5.23 would let through and fail at later, its arguments.
+"""How a server is started: a typed configuration, what SGLang 0.5.23 would fail at only later, and its arguments.
 
 Every line that `arguments` makes passes SGLang's own parser and its resolution (`tests/sglang`). SGLang accepts more
 than it can serve (tensor 2 with expert 4, a hierarchical cache whose routes are stale); `faults` says so beforehand.
@@ -74,7 +74,6 @@ OURS = (
 )
 """Arguments that moerl sets itself, and those that would bypass its key."""
 NOT_WITH_ROUTES = {
-    "--enable-hierarchical-cache": "routes of a prefix that comes back from its host tier are stale",
     "--speculative-algorithm": "its draft model's router is captured in the place of layer 0's in some versions",
     "--speculative-algo": "its draft model's router is captured in the place of layer 0's in some versions",
 }
@@ -86,7 +85,7 @@ class SglangServerConfig:
 
     num_servers: int = 1
     python: str = "auto"
-    """The Python of the server's own environment; `auto` is `.venv-sglang/bin/python` beside moerl, of `make sglang`."""
+    """Of the servers' own environment; `auto` is `.venv-sglang/bin/python` beside moerl, which `make sglang` makes."""
     host: str = "127.0.0.1"
     """Address to listen on; one that others can reach is a choice, and every request needs the run's key."""
     device: str = "auto"
@@ -215,8 +214,8 @@ def _axis_faults(config: SglangServerConfig) -> Iterator[str]:
             )
     if config.moe_a2a_backend not in ("none", "flashinfer") and config.expert != config.tensor:
         yield (
-            f"{WHERE}.expert is {config.expert}, but moe_a2a_backend {config.moe_a2a_backend!r} has every expert on one "
-            f"rank: it must equal {WHERE}.tensor, which is {config.tensor}"
+            f"{WHERE}.expert is {config.expert}, but moe_a2a_backend {config.moe_a2a_backend!r} has every expert on "
+            f"one rank: it must equal {WHERE}.tensor, which is {config.tensor}"
         )
     if config.moe_a2a_backend != "none" and config.tensor == 1:
         yield f"{WHERE}.moe_a2a_backend is {config.moe_a2a_backend!r}, but with tensor 1 there is nobody to send to"
@@ -272,15 +271,17 @@ def _cpu_faults(config: SglangServerConfig) -> Iterator[str]:
 
 
 def _extra_faults(extra: list[str], returns_routes: bool) -> Iterator[str]:
+    fields_of = {flag: name for table in (FLAGS, SWITCHES, SWITCHED_OFF) for name, flag in table.items()} | ALIASES
     for argument in extra:
         flag = argument.split("=", 1)[0].replace("_", "-")
         if not flag.startswith("--"):
             continue
-        if flag in OURS:
+        # argparse takes the beginning of a word for the word
+        field_name = fields_of.get(flag) or next((fields_of[word] for word in fields_of if word.startswith(flag)), None)
+        if any(word.startswith(flag) for word in OURS):
             yield f"{WHERE}.extra_args has {flag}, which moerl sets itself; remove it"
-        elif flag in FLAGS.values() or flag in SWITCHES.values() or flag in SWITCHED_OFF.values():
-            name = next(n for t in (FLAGS, SWITCHES, SWITCHED_OFF) for n, f in t.items() if f == flag)
-            yield f"{WHERE}.extra_args has {flag}; set {WHERE}.{name} instead"
+        elif field_name:
+            yield f"{WHERE}.extra_args has {flag}; set {WHERE}.{field_name} instead"
         elif flag in NOT_WITH_ROUTES and returns_routes:
             yield f"{WHERE}.extra_args has {flag}, but with routes (R3) it must not: {NOT_WITH_ROUTES[flag]}"
 
@@ -336,6 +337,17 @@ SWITCHED_OFF = {
     "cuda_graph": "--disable-cuda-graph",
 }
 """Field -> argument that turns it off."""
+ALIASES = {
+    "--tensor-parallel-size": "tensor",
+    "--expert-parallel-size": "expert",
+    "--ep": "expert",
+    "--attention-data-parallel-size": "attention_data",
+    "--enable-dp-attention": "attention_data",
+    "--pipeline-parallel-size": "pipeline",
+    "--dp-size": "num_servers",
+    "--data-parallel-size": "num_servers",
+}
+"""Other spellings -> field."""
 ALWAYS = ("log_level", "watchdog_seconds")
 """Said also where they are the default, which is not SGLang's."""
 

@@ -92,7 +92,7 @@ class Keeper:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=lambda: self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509  no threads here
         )
 
     def run(self) -> int:
@@ -103,11 +103,11 @@ class Keeper:
             selector.register(self._server.stdout, selectors.EVENT_READ)
             selector.register(sys.stdin, selectors.EVENT_READ)
             while not self._shall_stop() and self._server.poll() is None:
-                for key, _ in selector.select(LOOK_SECONDS):
-                    if key.fileobj is sys.stdin:
-                        self._obey()
-                    elif not self._drain():
-                        selector.unregister(self._server.stdout)
+                ready = {key.fd for key, _ in selector.select(LOOK_SECONDS)}
+                if sys.stdin.fileno() in ready:
+                    self._obey()
+                if self._server.stdout.fileno() in ready and not self._drain():
+                    selector.unregister(self._server.stdout)
         self._end()
         self._log.close()
         self._folder.cleanup()

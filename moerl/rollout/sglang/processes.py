@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,9 @@ PORTS = range(20000, 30000)
 minute to listen could lose its port to."""
 KEEPER_SECONDS = 10.0
 """Beyond a server's own grace: for the keeper to kill, reap and leave."""
-TAIL_BYTES = 20000
+TAIL_BYTES = 40000
+NOISE = re.compile(r"nanobind|^ *- leaked |^ *- \.\.\. skipped remainder")
+"""What a Python that ends with an error prints last of all, fifty lines of it, behind the reason."""
 
 
 def free_port(host: str) -> int:
@@ -55,7 +58,8 @@ def tail(path: Path, lines: int = 30) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         text = ""
-    return "\n".join(f"    {line[:400]}" for line in text.strip().splitlines()[-lines:]) or "    nothing"
+    kept = [line for line in text.splitlines() if line.strip() and not NOISE.search(line)]
+    return "\n".join(f"    {line[:400]}" for line in kept[-lines:]) or "    nothing"
 
 
 class ServerProcess:

@@ -2,8 +2,8 @@
 
 Trainer and servers share no Python: transformers and torch are other versions there. What runs is
 `python -m sglang.launch_server` under a keeper (`keeper.py`), with a log file of its own in the run folder, on loopback
-unless told otherwise, behind a key that is drawn for the run and known to nobody else: it is in no list of processes, no
-log, no configuration and no error text. Every endpoint but health and metrics asks for it, `/server_info` too, which
+unless told otherwise, behind a key that is drawn for the run and known to nobody else: it is in no list of processes,
+no log, no configuration and no error text. Every endpoint but health and metrics asks for it, `/server_info` too, which
 would tell the key to whoever asks if only SGLang's admin key were set.
 """
 
@@ -41,9 +41,11 @@ PORT_SECONDS = 10.0
 FOREIGN_VARIABLES = (
     *("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
     *("LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_USE_CPU_ENGINE"),
 )
-"""Of the trainer's Python and its launcher; they would mislead a server."""
-FOREIGN_PREFIXES = ("TORCHELASTIC_", "SGLANG_")
+"""Of the trainer's Python and its launcher, which would mislead a server; and what would change its arithmetic: with
+the first of the two logprobs leave the temperature out."""
+FOREIGN_PREFIXES = ("TORCHELASTIC_",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,8 @@ class SglangServers:
                 else f"{_ending(status)} while it started"
             )
             raise RolloutError(
-                f"server {index} at {server.url} {why}. The end of its log, {server.log_path}:\n{tail(process.log_path)}"
+                f"server {index} at {server.url} {why}. The end of its log, {server.log_path}:\n"
+                f"{tail(process.log_path)}"
             )
         if not is_healthy(server.url):
             return False
@@ -251,8 +254,8 @@ def server_python(python: str) -> Path:
     path = ENVIRONMENT / "bin/python" if python == "auto" else Path(python).expanduser().absolute()
     if not os.access(path, os.X_OK):
         raise ConfigError(
-            f"{WHERE}.python is {python!r}, but {path} is no program; make the servers' environment with `make sglang`, "
-            "or name the Python of another one that has sglang 0.5.23"
+            f"{WHERE}.python is {python!r}, but {path} is no program; make the servers' environment with `make "
+            "sglang`, or name the Python of another one that has sglang 0.5.23"
         )
     return path
 
@@ -270,6 +273,8 @@ def server_environment(device: str, num_ranks: int) -> dict[str, str]:
     return kept | {
         "PYTHONPATH": str(SHIM),
         "SGLANG_USE_CPU_ENGINE": "1",
+        # What is compiled for expert parallelism takes a C++ compiler minutes, for a model that runs seconds.
+        "TORCHDYNAMO_DISABLE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": core_lists(sorted(os.sched_getaffinity(0)), num_ranks),
     }
 

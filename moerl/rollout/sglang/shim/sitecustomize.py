@@ -72,13 +72,19 @@ def _after_moe(module: types.ModuleType) -> None:
     original = _existing(module, "moe_forward_native")
 
     def moe_forward_native(layer: Any, x: Any, topk_output: Any, config: Any) -> Any:
-        """An expert of another rank becomes expert 0 with weight 0: its share is added where the ranks are summed."""
-        elsewhere = topk_output.topk_ids < 0
-        if not bool(elsewhere.any()):
+        """x [t, h], ids [t, k]: each pair of a token and an expert of this rank as a token of its own, with one expert.
+
+        The sum over the others' experts is added where the ranks' outputs are summed.
+        """
+        ids, weights = topk_output.topk_ids, topk_output.topk_weights
+        token, place = (ids >= 0).nonzero(as_tuple=True)
+        if len(token) == ids.numel():
             return original(layer, x, topk_output, config)
-        ids = topk_output.topk_ids.masked_fill(elsewhere, 0)
-        weights = topk_output.topk_weights.masked_fill(elsewhere, 0.0)
-        return original(layer, x, topk_output._replace(topk_ids=ids, topk_weights=weights), config)
+        out = x.new_zeros(x.shape, dtype=weights.dtype)
+        if len(token):
+            pairs = topk_output._replace(topk_ids=ids[token, place, None], topk_weights=weights[token, place, None])
+            out.index_add_(0, token, original(layer, x[token], pairs, config).to(out.dtype))
+        return out.to(x.dtype)
 
     vars(module)["moe_forward_native"] = moe_forward_native
 
