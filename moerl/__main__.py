@@ -28,9 +28,10 @@ COMMANDS = {
     "eval": "held-out evaluation of a checkpoint or a Hugging Face folder",
     "report": "write report.html of a run",
     "convert": "convert checkpoints to and from Hugging Face, verify and inspect them",
+    "fake-engine": "serve SGLang's API without a model, for tests",
     "objective": "evaluate policy-optimisation methods on a dumped batch, or list them",
 }
-"""Subcommand -> one line of help; each is the module `moerl.commands.<name>`, imported only when it runs."""
+"""Subcommand -> one line of help; each is the module `moerl.commands.<name>` (`_` for `-`), imported when it runs."""
 
 IN_SEVERAL_PROCESSES = frozenset({"train", "convert"})
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not world.local_rank:
             _complain(f"moerl: `moerl {arguments[0]}` runs in one process; start it without a launcher")
         return EXIT_USAGE
-    command = importlib.import_module(f"moerl.commands.{arguments[0]}")
+    command = importlib.import_module("moerl.commands." + arguments[0].replace("-", "_"))
     parser = argparse.ArgumentParser(
         f"moerl {arguments[0]}", description=command.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -121,6 +121,7 @@ class Completion:
     """[s] float32, of the distribution that was sampled (temperature, top-p and top-k inside); NaN where none was."""
     finish_reason: FinishReason
     policy_version: int
+    """Of the last token."""
     routed_experts: ArrayRef | None = None
     """[p + s - 1, l, k] uint8 (int16 above 256 experts), p the prompt's length: every forward that ran; the last token
     has none."""
@@ -128,6 +129,10 @@ class Completion:
     """[s] steps; None where the whole vocabulary was in the running."""
     top_logprobs: TopLogprobs | None = None
     """[s] steps; None where none were asked for."""
+    version_spans: tuple[tuple[int, int, int], ...] = ()
+    """(start, end, policy version) over the tokens, all of them; empty: every token is of `policy_version`."""
+    first_true_route: int = 0
+    """Rows of `routed_experts` before it were computed again by newer weights than those that sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ GROUPS = {
     "golden": ["tests/golden"],
     "e2e": ["tests/e2e"],
     "gpu": ["tests/gpu"],
+    "sglang": ["tests/sglang"],
 }
 """Name -> folders. A folder without tests is left out."""
 COVERED = ("moerl/algorithms", "tests/unit/algorithms")

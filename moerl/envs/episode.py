@@ -54,6 +54,8 @@ class Episode:
         self._spans: list[tuple[int, int, int]] = []
         self._route_parts: list[tuple[ArrayRef, int, int]] = []
         self._num_routed = 0
+        self._recomputed: list[tuple[int, int]] = []
+        """Rows that newer weights made again: not those of the policy that sampled."""
         self._has_all_routes = wants_routes
         self._support_sizes = [np.zeros(self._prompt_length, dtype=np.int64)]
         self._support_ids: list[np.ndarray] = []
@@ -96,7 +98,7 @@ class Episode:
         self.token_ids = np.concatenate([self.token_ids, tokens])
         self._logprobs.append(np.asarray(completion.logprobs, dtype=np.float32))
         if count:
-            self._add_span(before, before + count, completion.policy_version)
+            self._add_spans(completion, before, count, request_id)
 
     def finish(
         self, *, text: str, finish_reason: FinishReason, status: TrajectoryStatus = "ok", error: str = ""
@@ -107,6 +109,8 @@ class Episode:
         if self._has_all_routes and self._route_parts:
             routes = JoinedRoutes(tuple(self._route_parts), length)
             has_route = np.arange(length) < self._num_routed
+            for start, end in self._recomputed:
+                has_route[start:end] = False
         support = None
         if self._support_ids:
             offsets = np.concatenate([[0], np.concatenate(self._support_sizes).cumsum()]).astype(np.int64)
@@ -140,6 +144,8 @@ class Episode:
                 "rows [rows, layers, experts per token], since the last token is never run"
             )
         self._route_parts.append((completion.routed_experts, self._num_routed, expected))
+        if completion.first_true_route > self._num_routed:
+            self._recomputed.append((self._num_routed, completion.first_true_route))
         self._num_routed = max(self._num_routed, expected)
 
     def _add_support(self, support: Support | None, count: int, request_id: str) -> None:
@@ -170,6 +176,14 @@ class Episode:
         ids = [np.full(prompt, -1, dtype=np.int32), *(one.ids for one in self._top)]
         logprobs = [np.full(prompt, -np.inf, dtype=np.float32), *(one.logprobs for one in self._top)]
         return TopLogprobs(np.concatenate(ids).astype(np.int32), np.concatenate(logprobs).astype(np.float32))
+
+    def _add_spans(self, completion: Completion, before: int, count: int, request_id: str) -> None:
+        spans = completion.version_spans or ((0, count, completion.policy_version),)
+        ends = [0, *(end for _, end, _ in spans)]
+        if ends[-1] != count or any(start != end for (start, _, _), end in zip(spans, ends, strict=False)):
+            raise RolloutError(f"request {request_id}: version spans {spans} do not cover its {count} tokens")
+        for start, end, version in spans:
+            self._add_span(before + start, before + end, version)
 
     def _add_span(self, start: int, end: int, version: int) -> None:
         if self._spans and self._spans[-1][1:] == (start, version):

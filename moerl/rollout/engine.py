@@ -7,7 +7,8 @@ An engine is one class under `rollout/engines/` that keeps `moerl.protocols.Roll
         def __init__(self, cfg: MineConfig, *, sampler: TextSampler) -> None: ...
 
 `injects` names the keyword arguments that `build.py` hands over beside the config: `sampler` (a `TextSampler`),
-`completions` (prompt id -> the file's own token ids), `policy_version` (of the weights it starts with).
+`completions` (prompt id -> the file's own token ids), `policy_version` (of the weights it starts with), `served_model`
+(a `ServedModel`, for engines whose model is in other processes).
 
 Capabilities are traits beside it: `returns_topk=True` promises that a completion carries `top_logprobs` where
 `SamplingParams.top_logprobs` asks for them. What a configuration needs and the engine does not promise is refused when
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,6 +80,38 @@ class TextSampler(Protocol):
     def generate(self, prompts: Sequence[np.ndarray], params: Sequence[SamplingParams]) -> Sequence[SampledText]:
         """One completion per prompt, in order."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RouteLayout:
+    """Shape of a model's routes."""
+
+    num_layers: int
+    """All layers, as a server counts them."""
+    moe_layers: tuple[int, ...]
+    """Those that have a router; the only ones that are kept."""
+    experts_per_token: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> type[np.generic]:
+        """The smallest that holds every id, as `Completion.routed_experts` says."""
+        return np.uint8 if self.num_experts <= 256 else np.int16
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What an engine of remote servers knows of the model and the run."""
+
+    path: Path
+    """Hugging Face folder."""
+    run_folder: Path
+    """For logs, and for weights on their way."""
+    vocab_size: int
+    layout: RouteLayout | None
+    """None: no layer has experts."""
+    wants_routes: bool
+    """The algorithm replays the engine's routes."""
 
 
 def request_id(prompt_id: str, index: int) -> str:

@@ -44,6 +44,8 @@ ENVIRONMENT = {
     "moerl/world.py": "RANK, WORLD_SIZE and their like, which the launcher sets",
     "moerl/mcore/": "what torch and megatron read at import",
     "moerl/rewards/": "the bare environment of sandboxed workers",
+    "moerl/rollout/sglang/servers.py": "the environment of a server's process, without the trainer's own variables",
+    "moerl/rollout/sglang/shim/": "whether this is a server on a CPU",
 }
 """Where `os.environ` may be touched, and what for: never for configuration."""
 

@@ -1,0 +1,341 @@
+"""The engine of remote SGLang servers: one engine over all of them, on an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import secrets
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from moerl.errors import ConfigError, RolloutError
+from moerl.rollout.engine import ServedModel, engines
+from moerl.types import Completion, SamplingParams, WeightBucket
+
+if TYPE_CHECKING:
+    from moerl.rollout.sglang.client import SglangClient
+    from moerl.rollout.sglang.dispatcher import Dispatcher
+    from moerl.rollout.sglang.servers import Server, SglangServers
+    from moerl.rollout.sglang.updates import Updates, WeightSender
+    from moerl.rollout.sglang.watch import Watch
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+ROUTES = ("auto", "always", "never")
+TESTED_VERSION = "0.5.23"
+
+
+@dataclass(frozen=True)
+class SglangEngineConfig:
+    """Arguments of `rollout.engine: {name: sglang}`. Give `urls` of servers that run, or `servers` to launch some."""
+
+    urls: list[str] = field(default_factory=list)
+    """`http://host:port` of each."""
+    key_file: str = ""
+    """File with the key that attached servers ask for; readable by its owner alone."""
+    servers: dict[str, Any] | None = None
+    """Of `moerl.rollout.sglang.arguments.SglangServerConfig`: how many to launch on this node, and how."""
+    precision: str = "bf16"
+    """Of the servers' arithmetic; the step-0 contract is exact for fp32 only."""
+    pause_mode: str = "abort"
+    """What an update does to requests that run. `abort`: they end and are continued as new requests. `retract`: their
+    cache is computed again by the new weights. `in_place`: they go on with the old cache. R3 needs `abort`."""
+    routes: str = "auto"
+    """Ask for routes: `auto` where the algorithm replays them (R3), `always`, or `never`."""
+    requests_per_server: int = 256
+    """At once; more wait in this process."""
+    affinity_slack: int = 8
+    """Requests more than the idlest lane that a prompt's own lane may have, for the sake of its prefix cache."""
+    request_timeout_seconds: float = 1800.0
+    num_retries: int = 5
+    retry_wait_seconds: float = 0.25
+    resume_aborted: bool = True
+    """Continue what a server aborted, with its tokens and the budget that is left; otherwise the environment may."""
+    control_timeout_seconds: float = 120.0
+    update_timeout_seconds: float = 600.0
+    health_seconds: float = 30.0
+    """Between two health checks of a server."""
+    no_server_seconds: float = 600.0
+    """How long requests wait while no server is fit."""
+    weights_folder: str = ""
+    """Where weights are handed over, seen by the servers under the same path; empty: in the run's folder."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        for name, allowed in (("pause_mode", PAUSE_MODES), ("routes", ROUTES)):
+            if getattr(self, name) not in allowed:
+                faults.append(
+                    f"rollout.engine.{name} is {getattr(self, name)!r}, but must be one of {', '.join(allowed)}"
+                )
+        for name in ("requests_per_server", "request_timeout_seconds", "health_seconds", "no_server_seconds"):
+            if not getattr(self, name) > 0:
+                faults.append(f"rollout.engine.{name} is {getattr(self, name)}, but must be above 0")
+        for name in ("affinity_slack", "num_retries", "retry_wait_seconds"):
+            if getattr(self, name) < 0:
+                faults.append(f"rollout.engine.{name} is {getattr(self, name)}, but must be 0 or more")
+        if faults:
+            raise ConfigError(*faults)
+
+
+@engines.register("sglang", SglangEngineConfig, injects=("served_model", "policy_version"), returns_topk=True)
+class SglangEngine:
+    """Keeps `RolloutEngine`. May be called from any event loop, and from several threads at once.
+
+    Nothing is connected before the first call. The servers' weights count as `policy_version` until a first update.
+    """
+
+    def __init__(
+        self,
+        cfg: SglangEngineConfig,
+        *,
+        served_model: ServedModel,
+        policy_version: int = 0,
+        sender: WeightSender | None = None,
+    ) -> None:
+        """`sender` None: weights go through a folder (`folder_sender.py`).
+
+        Raises:
+            ConfigError: neither `urls` nor `servers`, or both; what is wrong with either.
+        """
+        if bool(cfg.urls) == (cfg.servers is not None):
+            raise ConfigError(
+                "rollout.engine (sglang) needs either urls, of servers that run, such as "
+                '["http://127.0.0.1:30000"], or servers, to launch some; it has ' + ("both" if cfg.urls else "neither")
+            )
+        self._cfg = cfg
+        self._model = served_model
+        self._first_version = policy_version
+        self._wants_routes = cfg.routes == "always" or (cfg.routes == "auto" and served_model.wants_routes)
+        self._sender = sender
+        self._launched: SglangServers | None = None
+        self._found: Sequence[Server] = self._find_servers()
+        self._lock = threading.Lock()
+        self._restart_lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: concurrent.futures.Future[None] | None = None
+        self._closed = False
+        self._clients: list[SglangClient] = []
+        self._dispatcher: Dispatcher | None = None
+        self._updates: Updates | None = None
+        self._watch: Watch | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that are served."""
+        return self._first_version if self._dispatcher is None else self._dispatcher.policy_version
+
+    def counts(self) -> dict[str, int]:
+        """What happened since the start: completions, requests, retries, resumes, tokens, ejections and returns."""
+        if self._dispatcher is None:
+            return {}
+        members = self._dispatcher.pool.members
+        found = asdict(self._dispatcher.counts)
+        found["ejections"] = sum(member.num_ejections for member in members)
+        return {**found, "returns": sum(member.num_returns for member in members)}
+
+    async def generate(self, token_ids: np.ndarray, params: SamplingParams, request_id: str) -> Completion:
+        """Continue `token_ids` [s]; while paused, or while every server is full, the request waits.
+
+        Raises:
+            RolloutError: a request that cannot be served, an answer that breaks the protocol, servers that failed too
+                often, a closed engine, or released memory; names the request.
+        """
+        if self._closed:
+            raise RolloutError(f"request {request_id}: the engine is closed")
+        await self._start()
+        assert self._dispatcher is not None
+        assert self._updates is not None
+        if self._updates.is_released:
+            raise RolloutError(f"request {request_id}: the servers' memory is released; take it again first")
+        return await self._on_loop(self._dispatcher.generate(token_ids, params, request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """End one request; `generate` returns what it has, with finish reason `abort`."""
+        if self._dispatcher is not None:
+            await self._on_loop(self._dispatcher.abort(request_id))
+
+    async def pause(self) -> None:
+        """Stop all servers, by `pause_mode`."""
+        await self._on_loop((await self._ready()).pause())
+
+    async def resume(self) -> None:
+        """Go on; an update whose last bucket has not come is dropped."""
+        await self._on_loop((await self._ready()).resume())
+
+    async def update_weights(self, bucket: WeightBucket) -> None:
+        """Take one bucket; the last one swaps the weights of every server, and the version rises.
+
+        Raises:
+            WeightSyncError: a damaged bucket, a version below the present one, a name sent twice, or no server took it.
+        """
+        await self._on_loop((await self._ready()).take(bucket))
+
+    async def set_memory(self, *, released: bool) -> None:
+        """Give cache and weights back, or take the weights' memory again; nothing is served until they came."""
+        updates = await self._ready()
+        await self._on_loop(updates.release_memory() if released else updates.take_memory())
+
+    def close(self) -> None:
+        """Abort what runs, stop the servers that were launched here, end the thread. A second call does nothing."""
+        with self._lock:
+            is_first, self._closed = not self._closed, True
+        if not is_first:
+            return
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread is not None:
+            self._thread.join()
+        if self._launched is not None:
+            self._launched.stop()
+        if self._sender is not None:
+            self._sender.close()
+
+    def _find_servers(self) -> Sequence[Server]:
+        from moerl.registry import build_dataclass
+        from moerl.rollout.sglang.arguments import WHERE, SglangServerConfig
+        from moerl.rollout.sglang.servers import SglangServers, attach
+
+        if self._cfg.servers is None:
+            return attach(self._cfg.urls, key_file=Path(self._cfg.key_file) if self._cfg.key_file else None)
+        self._launched = SglangServers(
+            build_dataclass(SglangServerConfig, self._cfg.servers, where=WHERE),
+            model_path=self._model.path,
+            log_folder=self._model.run_folder,
+            returns_routes=self._wants_routes,
+            weight_version=self._first_version,
+        )
+        return self._launched.servers
+
+    async def _ready(self) -> Updates:
+        if self._closed:
+            raise RolloutError("the engine is closed")
+        await self._start()
+        assert self._updates is not None
+        return self._updates
+
+    async def _start(self) -> None:
+        """Once, whoever comes first; the others wait for it. A start that failed is tried again by the next call."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
+                self._thread.start()
+            if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
+                self._starting = asyncio.run_coroutine_threadsafe(self._connect(), self._loop)
+            starting = self._starting
+        if not starting.done() or starting.exception() is not None:
+            await asyncio.shield(asyncio.wrap_future(starting))
+
+    async def _connect(self) -> None:
+        """Launch what is to be launched, and look at every server."""
+        from moerl.rollout.sglang.client import ClientTimeouts, SglangClient
+        from moerl.rollout.sglang.dispatcher import Dispatcher, DispatchSettings
+        from moerl.rollout.sglang.folder_sender import FolderSender
+        from moerl.rollout.sglang.updates import Updates
+        from moerl.rollout.sglang.watch import Watch, WatchSettings
+        from moerl.rollout.sglang.wire import Expected
+
+        cfg, model = self._cfg, self._model
+        if self._launched is not None:
+            await asyncio.to_thread(self._launched.start)
+        timeouts = ClientTimeouts(
+            control_seconds=cfg.control_timeout_seconds, update_seconds=cfg.update_timeout_seconds
+        )
+        self._clients = [
+            SglangClient(server.url, admin_key=server.admin_key, index=server.index, timeouts=timeouts)
+            for server in self._found
+        ]
+        labels, ranks = await self._look_at_servers()
+        dispatcher = Dispatcher(
+            self._clients,
+            settings=DispatchSettings(
+                requests_per_server=cfg.requests_per_server,
+                affinity_slack=cfg.affinity_slack,
+                request_timeout_seconds=cfg.request_timeout_seconds,
+                num_retries=cfg.num_retries,
+                retry_wait_seconds=cfg.retry_wait_seconds,
+                resume_aborted=cfg.resume_aborted,
+            ),
+            expected=Expected(model.layout if self._wants_routes else None, model.vocab_size, labels),
+            context_length=None,
+        )
+        dispatcher.policy_version = self._first_version
+        for member, size in zip(dispatcher.pool.members, ranks, strict=True):
+            dispatcher.pool.set_ranks(member, size)
+        if self._sender is None:
+            folder = Path(cfg.weights_folder) if cfg.weights_folder else model.run_folder
+            self._sender = FolderSender(folder / "engine_weights", model.path)
+        self._updates = Updates(dispatcher, self._sender, pause_mode=cfg.pause_mode)  # pyright: ignore[reportArgumentType]
+        self._watch = Watch(
+            dispatcher,
+            settings=WatchSettings(health_seconds=cfg.health_seconds, no_server_seconds=cfg.no_server_seconds),
+            replay=self._updates.replay,
+            revive=self._revive if self._launched is not None else None,
+        )
+        self._watch.start()
+        self._dispatcher = dispatcher
+
+    async def _look_at_servers(self) -> tuple[dict[str, int], list[int]]:
+        """Labels of the weights at the start -> their version, and data-parallel ranks of each server.
+
+        A label that is a number may be another run's version, so it is replaced by one that is none.
+
+        Raises:
+            RolloutError: a server does not answer, or was started without the routes that are needed.
+        """
+        labels: dict[str, int] = {}
+        ranks = []
+        for client in self._clients:
+            info = await client.server_info()
+            label = (await client.model_info()).weight_version
+            if info.version != TESTED_VERSION:
+                logger.warning("%s is SGLang %s; moerl is tested with %s", client.url, info.version, TESTED_VERSION)
+            if self._wants_routes and not info.returns_routes:
+                raise RolloutError(
+                    f"{client.url} was started without --enable-return-routed-experts, but routes are needed (R3); "
+                    "start it with that flag, or choose another algorithm.routing"
+                )
+            if label.isdigit() and int(label) != self._first_version:
+                label = f"start-{secrets.token_hex(4)}"
+                await client.relabel(label)
+            labels[label] = self._first_version
+            ranks.append(info.data_size)
+        return labels, ranks
+
+    async def _revive(self, index: int) -> None:
+        """Start a server that was launched here and has died."""
+        launched = self._launched
+
+        def restart() -> None:
+            with self._restart_lock:
+                if launched is not None and index in launched.dead():
+                    launched.restart(index)
+
+        await asyncio.to_thread(restart)
+
+    async def _close(self) -> None:
+        if self._watch is not None:
+            await self._watch.close()
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._dispatcher is not None:
+            await self._dispatcher.close()
+        for client in self._clients:
+            await client.close()
+
+    async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run it on the engine's loop; cancelling here cancels it there."""
+        assert self._loop is not None
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))

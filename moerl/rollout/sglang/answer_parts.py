@@ -1,0 +1,79 @@
+"""Parts of an answer to `/generate`: versions, the tokens in the running, the likeliest tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+from moerl.types import Support, TopLogprobs
+
+Bad = Callable[[str], NoReturn]
+"""Raises with what is wrong."""
+
+
+def read_spans(
+    meta: Mapping[str, Any], count: int, labels: Mapping[str, int], bad: Bad
+) -> tuple[tuple[int, int, int], ...]:
+    """(start, end, policy version) of every run of tokens, from the labels that the server holds; () without tokens."""
+    if count == 0:
+        return ()
+    listed = meta.get("weight_versions")
+    if listed is None:
+        label = meta.get("weight_version")
+        if label is None:
+            bad("no weight_version: which policy sampled these tokens is not known")
+        return ((0, count, _version(label, labels, bad)),)
+    spans: list[tuple[int, int, int]] = []
+    for one in listed if isinstance(listed, list) else ():
+        start, end = (one.get("start"), one.get("end")) if isinstance(one, dict) else (None, None)
+        if type(start) is not int or type(end) is not int or start != (spans[-1][1] if spans else 0) or end < start:
+            bad(f"weight_versions is {listed}, but its spans must follow one another from token 0")
+        if end > start:
+            spans.append((start, end, _version(one.get("version"), labels, bad)))
+    if not spans or spans[-1][1] != count:
+        bad(f"weight_versions is {listed}, which does not cover {count} tokens")
+    last = meta.get("weight_version")
+    if last is not None and _version(last, labels, bad) < spans[-1][2]:
+        bad(f"weight_version is {last}, but the last token was sampled by {spans[-1][2]}")
+    return tuple(spans)
+
+
+def read_support(meta: Mapping[str, Any], ids: list[int], count: int, bad: Bad) -> Support:
+    """The tokens in the running of each step; each step holds the one that was sampled."""
+    masks = meta.get("output_token_sampling_mask")
+    if not isinstance(masks, list) or len(masks) != count or not all(isinstance(mask, list) for mask in masks):
+        bad(f"output_token_sampling_mask does not hold {count} lists of tokens")
+    outside = [place for place, mask in enumerate(masks) if ids[place] not in mask]
+    if outside:
+        bad(f"token {outside[0]} ({ids[outside[0]]}) is not among those in the running at its step")
+    offsets = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum([len(mask) for mask in masks], out=offsets[1:])
+    return Support(np.array([token for mask in masks for token in mask], dtype=np.int32), offsets)
+
+
+def read_top(meta: Mapping[str, Any], count: int, wanted: int, bad: Bad) -> TopLogprobs:
+    """The `wanted` likeliest tokens of each step."""
+    steps = meta.get("output_top_logprobs")
+    if count and (not isinstance(steps, list) or len(steps) != count):
+        bad(f"no output_top_logprobs of {count} tokens: the server ignored top_logprobs_num")
+    ids = np.full((count, wanted), -1, dtype=np.int32)
+    logprobs = np.full((count, wanted), -np.inf, dtype=np.float32)
+    for place, step in enumerate(steps[:count] if isinstance(steps, list) else ()):
+        entries = (step or [])[:wanted]
+        for rank, entry in enumerate(entries):
+            if not isinstance(entry[0], float | int) or math.isnan(entry[0]):
+                bad(f"top logprob {rank} of token {place} is {entry[0]!r}")
+            logprobs[place, rank], ids[place, rank] = entry[0], entry[1]
+    return TopLogprobs(ids, logprobs)
+
+
+def _version(label: Any, labels: Mapping[str, int], bad: Bad) -> int:
+    text = str(label)
+    if text in labels:
+        return labels[text]
+    if not (text.isascii() and text.isdigit()):
+        bad(f"weight version {text!r} is none that was published from here; start the server anew, or publish first")
+    return int(text)

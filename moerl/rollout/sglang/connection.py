@@ -1,0 +1,170 @@
+"""HTTP to one server: one place that sends, bounds, times and reads, so that every answer is checked the same way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+
+from moerl.errors import ConfigError
+from moerl.rollout.sglang.faults import FaultKind, ServerError, shown
+
+MAX_ANSWER_BYTES = 1 << 30
+"""Beyond it an answer is refused unread: routes of a million tokens, 60 layers and 8 experts are about 2.5 GB."""
+
+_BUSY = (429, 503)
+_LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, asyncio.IncompleteReadError)
+
+
+def check_url(url: str, *, where: str = "server URL") -> str:
+    """`url` without a slash at its end.
+
+    Raises:
+        ConfigError: not `http(s)://host[:port]`.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{where} is {url!r} ({error}); write it like http://127.0.0.1:30000") from error
+    if parts.username or parts.password:
+        raise ConfigError(f"{where} of host {parts.hostname} carries a user or password; give the key as admin_key")
+    plain = parts.scheme in {"http", "https"} and parts.hostname and not (parts.query or parts.fragment)
+    if not plain or parts.path not in {"", "/"} or port == 0:
+        raise ConfigError(f"{where} is {url!r}, but must be a host alone, like http://127.0.0.1:30000")
+    return url.rstrip("/")
+
+
+class Connection:
+    """Sends JSON to one server and reads whole answers. Belongs to the event loop of its first call."""
+
+    def __init__(self, url: str, *, admin_key: str | None, connect_seconds: float, max_answer_bytes: int) -> None:
+        """`admin_key` goes into a header of every call and into no message."""
+        self.url = check_url(url)
+        self._headers = {"Content-Type": "application/json"}
+        if admin_key:
+            self._headers["Authorization"] = f"Bearer {admin_key}"
+        self._connect_seconds = connect_seconds
+        self._max_answer_bytes = max_answer_bytes
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, endpoint: str, body: Any, *, seconds: float | None, method: str = "POST") -> bytes:
+        """Body of a 200 answer.
+
+        Args:
+            endpoint: path with its slash.
+            body: what orjson can write.
+            seconds: for the whole call; None waits for ever.
+            method: POST, or GET (`body` is not sent then).
+
+        Raises:
+            ServerError: anything but a whole 200 answer.
+        """
+        data = orjson.dumps(body) if method == "POST" else None
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._call(method, endpoint, data)
+        except TimeoutError as error:
+            # aiohttp's own connect timeout is a TimeoutError too; both mean that nothing came in time
+            after = f"within {seconds:g} s" if seconds else f"and no connection within {self._connect_seconds:g} s"
+            raise self.fault(
+                "late", endpoint, f"no answer {after}", "see the server's log, or raise the time limit"
+            ) from error
+
+    async def _call(self, method: str, endpoint: str, data: bytes | None) -> bytes:
+        try:
+            async with self._opened().request(
+                method, self.url + endpoint, data=data, allow_redirects=False
+            ) as response:
+                if (response.content_length or 0) > self._max_answer_bytes:
+                    raise self.fault(
+                        "bad_answer",
+                        endpoint,
+                        f"an answer of {response.content_length} bytes",
+                        f"{self._max_answer_bytes} are allowed; ask for fewer tokens or logprobs",
+                    )
+                body = await response.read()
+                status = response.status
+        except _LOST as error:
+            raise self.fault(
+                "lost",
+                endpoint,
+                f"no whole answer ({type(error).__name__}: {shown(str(error))})",
+                "check that the server lives, and its log",
+            ) from error
+        except aiohttp.ClientError as error:
+            raise self.fault(
+                "bad_answer",
+                endpoint,
+                f"an answer that is no HTTP ({type(error).__name__}: {shown(str(error))})",
+                "check that the URL is that of an SGLang server",
+            ) from error
+        if status != 200:
+            raise self._status_fault(endpoint, status, body)
+        return body
+
+    def parsed(self, endpoint: str, body: bytes) -> Any:
+        """The JSON of `body`.
+
+        Raises:
+            ServerError: it is none (NaN and Infinity are none either).
+        """
+        try:
+            return orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise self.fault(
+                "bad_answer",
+                endpoint,
+                f"an answer that is no JSON ({error}): {shown(body[:400].decode(errors='replace'))}",
+                "check the server's version and its log",
+            ) from error
+
+    def fault(self, kind: FaultKind, endpoint: str, came: str, do: str) -> ServerError:
+        """A fault of this server."""
+        return ServerError(kind, self.url, endpoint, came, do)
+
+    async def close(self) -> None:
+        """Close the sockets; what still runs on the server is aborted by it."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_seconds),
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+            )
+        return self._session
+
+    def _status_fault(self, endpoint: str, status: int, body: bytes) -> ServerError:
+        kind: FaultKind = "busy" if status in _BUSY else "broken" if status >= 500 else "refused"
+        if 300 <= status < 400:
+            kind = "bad_answer"
+        do = {
+            "busy": "it takes requests again later",
+            "broken": "see the server's log",
+            "refused": "the request does not fit this server: check its version, flags and key",
+            "bad_answer": "give the URL that it redirects to",
+        }[kind]
+        return self.fault(kind, endpoint, f"status {status}: {_words(body)}", do)
+
+
+def _words(body: bytes) -> str:
+    """What a server said, without its JSON where it is of the known forms."""
+    text = body[:4000].decode(errors="replace")
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return shown(text) or "no words"
+    if isinstance(value, dict):
+        inner = value.get("error", value.get("message", value.get("detail")))
+        inner = inner.get("message") if isinstance(inner, dict) else inner
+        text = inner if isinstance(inner, str) else text
+    return shown(text) or "no words"

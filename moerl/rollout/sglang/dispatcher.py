@@ -1,0 +1,328 @@
+"""Spreads requests over servers: each is answered once, by a server that is fit, or fails with one clear error.
+
+A request takes a lane of the pool, is sent, and its answer is read. What a server did to it decides what follows: a
+lost, broken or late one sends it elsewhere under a new rid (nothing of the first attempt is kept, so nothing counts
+twice), a busy one is asked again later, an aborted one is continued from its own tokens, and a wrong request or a wrong
+answer is raised. Everything runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moerl.errors import RolloutError
+from moerl.rollout.engine import prompt_id_of
+from moerl.rollout.sglang.client import PauseMode, SglangClient
+from moerl.rollout.sglang.faults import ServerError
+from moerl.rollout.sglang.partials import Partial
+from moerl.rollout.sglang.pool import Lane, Member, Pool
+from moerl.rollout.sglang.wire import Answer, Expected, check_params, payload, read_answer
+from moerl.types import Completion, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+PAUSED, NO_WEIGHTS = "paused", "no_weights"
+"""Reasons of a shut gate."""
+
+_MAX_WAIT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class DispatchSettings:
+    """How hard servers are tried."""
+
+    requests_per_server: int = 256
+    """At once; more wait here."""
+    affinity_slack: int = 8
+    """Requests that a prompt's own lane may have more than the idlest."""
+    request_timeout_seconds: float = 1800.0
+    """Of one attempt; longer than the longest pause, since a dropped socket aborts the request."""
+    num_retries: int = 5
+    """Attempts beside the first, of one completion."""
+    retry_wait_seconds: float = 0.25
+    """Before the first of them; doubled each time, up to 10 s, and drawn by chance between half and all of it."""
+    resume_aborted: bool = True
+    """Continue what a server aborted; otherwise the completion ends with finish reason `abort`."""
+    max_resumes: int = 64
+    failures_to_eject: int = 3
+    """Server errors (5xx) or late answers in a row; a lost connection ejects at once."""
+
+
+@dataclass
+class DispatchCounts:
+    """What happened since the start."""
+
+    completions: int = 0
+    requests: int = 0
+    retries: int = 0
+    resumes: int = 0
+    aborted: int = 0
+    dropped_tokens: int = 0
+    """Of aborted requests whose logprobs or routes did not come."""
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    retractions: int = 0
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One completion on its way."""
+
+    request_id: str
+    rid: str = ""
+    lane: Lane | None = None
+    is_ended: bool = False
+    """Somebody asked for its end: what is there is the answer."""
+
+
+class Dispatcher:
+    """See the module's first lines. `watch.py` brings servers back that were ejected."""
+
+    def __init__(
+        self,
+        clients: Sequence[SglangClient],
+        *,
+        settings: DispatchSettings | None = None,
+        expected: Expected | None = None,
+        context_length: int | None = None,
+        on_ejected: Callable[[Member], None] | None = None,
+    ) -> None:
+        """Wire it.
+
+        Args:
+            clients: one per server; they are not closed here.
+            settings: None takes the defaults.
+            expected: what every answer is held to.
+            context_length: tokens of prompt and answer that the servers can hold.
+            on_ejected: told of each server that leaves.
+
+        Raises:
+            RolloutError: no clients.
+        """
+        if not clients:
+            raise RolloutError("a dispatcher needs at least one server; set rollout.engine.urls")
+        self.settings = settings or DispatchSettings()
+        self.expected = expected or Expected()
+        self.pool = Pool(clients, capacity=self.settings.requests_per_server, slack=self.settings.affinity_slack)
+        self.counts = DispatchCounts()
+        self.policy_version = 0
+        """Of the weights that every fit server has."""
+        self._context_length = context_length
+        self._on_ejected = on_ejected
+        self._flights: dict[_Flight, None] = {}
+        self._numbers = itertools.count()
+        self._prefix = secrets.token_hex(4)
+        self._chores: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Completions that were asked for and not answered."""
+        return len(self._flights)
+
+    async def generate(self, token_ids: np.ndarray, params: SamplingParams, request_id: str) -> Completion:
+        """One completion. While the gate is shut, or every lane is full, it waits.
+
+        Cancelling it aborts the request at the server that has it.
+
+        Raises:
+            RolloutError: a request that cannot be served, an answer that breaks the protocol, or the retries are used
+                up; names the request and the server.
+        """
+        layout = self.expected.layout if params.return_routes else None
+        partial = Partial(np.asarray(token_ids, dtype=np.int32), params, layout, self._context_length)
+        self._check(partial, request_id)
+        flight = _Flight(request_id)
+        self._flights[flight] = None
+        try:
+            completion = await self._complete(partial, flight)
+        except asyncio.CancelledError:
+            self.counts.aborted += 1
+            self._send_abort(flight)
+            raise
+        finally:
+            del self._flights[flight]
+        self.counts.completions += 1
+        self.counts.generated_tokens += len(completion.token_ids)
+        return completion
+
+    async def abort(self, request_id: str) -> None:
+        """End the request where it is; `generate` returns what it has, with finish reason `abort`. Unknown ids pass."""
+        for flight in [flight for flight in self._flights if flight.request_id == request_id]:
+            flight.is_ended = True
+            if flight.lane is not None:
+                await self._tell_abort(flight.lane.member, flight.rid)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Shut the gate and pause every fit server; one that does not answer is ejected.
+
+        Raises:
+            RolloutError: none is left.
+        """
+        self.pool.shut(PAUSED)
+        await self.on_each(lambda client: client.pause(mode), "pause")
+
+    async def resume(self) -> None:
+        """Let every fit server go on, then open the gate.
+
+        Raises:
+            RolloutError: none is left.
+        """
+        try:
+            await self.on_each(lambda client: client.continue_generation(), "continue")
+        finally:
+            self.pool.open(PAUSED)
+
+    async def on_each(self, call: Callable[[SglangClient], Awaitable[object]], what: str) -> None:
+        """Do it at every fit server at once; one that fails is ejected.
+
+        Raises:
+            RolloutError: it failed at all of them; names the last.
+        """
+        members = self.pool.fit
+        results = await asyncio.gather(*(call(member.client) for member in members), return_exceptions=True)
+        failed: BaseException | None = None
+        for member, result in zip(members, results, strict=True):
+            if isinstance(result, RolloutError):
+                failed = result
+                self.eject(member, f"it did not {what} ({result})")
+            elif isinstance(result, BaseException):
+                raise result
+        if not self.pool.fit:
+            why = failed or "; ".join(f"{member.name}: {member.why_out}" for member in self.pool.members)
+            raise RolloutError(f"no server is left to {what}: {why}") from failed
+
+    def eject(self, member: Member, why: str) -> None:
+        """Send a server nothing more until the watch brings it back."""
+        if self.pool.eject(member, why) and self._on_ejected is not None:
+            self._on_ejected(member)
+
+    async def close(self) -> None:
+        """Wait for the aborts that are on their way."""
+        while self._chores:
+            await asyncio.wait(self._chores)
+
+    def _check(self, partial: Partial, request_id: str) -> None:
+        try:
+            check_params(partial.params, len(partial.prompt))
+        except RolloutError as error:
+            raise RolloutError(f"request {request_id}: {error}") from error
+        if partial.budget < 1:
+            raise RolloutError(
+                f"request {request_id}: a prompt of {len(partial.prompt)} tokens leaves no room in a context of "
+                f"{self._context_length}; nothing was asked. Shorten it, or raise the servers' context length"
+            )
+
+    async def _complete(self, partial: Partial, flight: _Flight) -> Completion:
+        resumes = retries = 0
+        while True:
+            try:
+                answer = await self._attempt(partial, flight)
+            except ServerError as error:
+                if flight.is_ended:
+                    return partial.completion("abort", self.policy_version)
+                if not error.is_retried or retries == self.settings.num_retries:
+                    tried = f" (after {retries} retries)" if retries else ""
+                    raise RolloutError(f"request {flight.request_id}{tried}: {error}") from error
+                retries += 1
+                self.counts.retries += 1
+                await self._wait(retries)
+                continue
+            partial.add(answer)
+            if answer.finish_reason != "abort":
+                return partial.completion(answer.finish_reason, self.policy_version)
+            if partial.left < 1:
+                return partial.completion("length", self.policy_version)
+            if flight.is_ended or not self.settings.resume_aborted or resumes == self.settings.max_resumes:
+                return partial.completion("abort", self.policy_version)
+            resumes += 1
+            self.counts.resumes += 1
+            if not len(answer.token_ids):
+                await self._wait(1)
+
+    async def _attempt(self, partial: Partial, flight: _Flight) -> Answer:
+        """One request at one server."""
+        lane = await self.pool.take(prompt_id_of(flight.request_id))
+        flight.lane, flight.rid = lane, self._new_rid()
+        member, version = lane.member, self.policy_version
+        try:
+            if flight.is_ended:
+                raise ServerError("late", member.client.url, "/generate", "ended before it was sent", "nothing")
+            request = partial.request(flight.rid, lane.data_rank)
+            self.counts.requests += 1
+            raw = await member.client.generate(payload(request), timeout_seconds=self.settings.request_timeout_seconds)
+            answer = read_answer(raw, request, self.expected, server=member.client.url)
+            self._refuse_lost_weights(member, answer, version)
+        except ServerError as error:
+            self._note_failure(member, error, flight)
+            raise
+        else:
+            self._note_answer(member, answer, len(request.token_ids))
+            flight.lane = None
+            return answer
+        finally:
+            self.pool.give_back(lane)
+
+    def _refuse_lost_weights(self, member: Member, answer: Answer, version: int) -> None:
+        """A server that was started anew between two checks answers with the weights of its start."""
+        if answer.spans and answer.spans[0][2] < version:
+            raise ServerError(
+                "lost",
+                member.client.url,
+                "/generate",
+                f"tokens of policy version {answer.spans[0][2]}, although {version} was published before",
+                "the server lost its weights; they are sent again",
+            )
+
+    def _note_failure(self, member: Member, error: ServerError, flight: _Flight) -> None:
+        if error.kind == "late":
+            self._send_abort(flight)
+        flight.lane = None
+        if not error.is_suspect or flight.is_ended:
+            return
+        member.failures += 1
+        if error.kind == "lost" or member.failures >= self.settings.failures_to_eject:
+            self.eject(member, str(error))
+
+    def _note_answer(self, member: Member, answer: Answer, prompt_tokens: int) -> None:
+        member.failures = 0
+        member.num_answers += 1
+        self.counts.prompt_tokens += prompt_tokens
+        self.counts.cached_tokens += answer.cached_tokens
+        self.counts.retractions += answer.num_retractions
+        self.counts.dropped_tokens += answer.num_dropped
+
+    async def _wait(self, retries: int) -> None:
+        longest = min(self.settings.retry_wait_seconds * 2 ** (retries - 1), _MAX_WAIT_SECONDS)
+        await asyncio.sleep(longest * random.uniform(0.5, 1.0))
+
+    def _new_rid(self) -> str:
+        """All of one length and different, so that none begins with another."""
+        return f"moerl-{self._prefix}-{next(self._numbers):012d}"
+
+    def _send_abort(self, flight: _Flight) -> None:
+        """Beside what runs: the server may be gone."""
+        if flight.lane is None:
+            return
+        task = asyncio.get_running_loop().create_task(self._tell_abort(flight.lane.member, flight.rid))
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+    async def _tell_abort(self, member: Member, rid: str) -> None:
+        try:
+            await member.client.abort(rid)
+        except ServerError as error:
+            logger.info("%s did not take the abort of %s (%s)", member.name, rid, error)
+
+
+def with_labels(expected: Expected, labels: dict[str, int]) -> Expected:
+    """`expected`, and what the servers call the weights that they started with."""
+    return replace(expected, labels={**expected.labels, **labels})

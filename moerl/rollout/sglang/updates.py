@@ -1,0 +1,214 @@
+"""A weight update of all servers as one transaction, and the release of their memory: no request meets a mixture.
+
+    pause -> [first bucket ... last bucket: send, commit, labels checked, cache flushed] -> resume
+
+How buckets travel is a `WeightSender`'s business. One that is staged touches no server before `commit`, so an update
+that was given up leaves every server as it was. With one that is not, servers hold a mixture from the first bucket on;
+after a failure they serve nothing until a whole update has come.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from moerl.checksums import verify_bucket
+from moerl.errors import MoerlError, RolloutError, WeightSyncError
+from moerl.rollout.sglang.client import MemoryTag, PauseMode, SglangClient
+from moerl.rollout.sglang.dispatcher import PAUSED, Dispatcher
+from moerl.rollout.sglang.faults import ServerError
+from moerl.types import WeightBucket
+
+logger = logging.getLogger(__name__)
+
+RELEASED, MIXED = "memory is released", "weights are a mixture"
+"""Reasons of a shut gate."""
+
+_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
+
+
+class WeightSender(Protocol):
+    """Brings buckets to servers. Every call names the servers that are fit at that moment."""
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether servers keep their old weights until `commit`."""
+        ...
+
+    async def send(self, bucket: WeightBucket, clients: Sequence[SglangClient]) -> Mapping[SglangClient, MoerlError]:
+        """Take one bucket, the last one too; returns the servers that failed, which get no more of this update.
+
+        The trainer may change its tensors as soon as this returns.
+
+        Raises:
+            MoerlError: nobody took it.
+        """
+        ...
+
+    async def commit(self, version: int, clients: Sequence[SglangClient]) -> Mapping[SglangClient, MoerlError]:
+        """After the last bucket: the servers serve it under the label `str(version)`; returns those that failed."""
+        ...
+
+    async def give_up(self, clients: Sequence[SglangClient]) -> None:
+        """Forget the buckets since the last commit, and close what is open at the servers. Raises nothing of theirs."""
+        ...
+
+    async def replay(self, client: SglangClient, version: int) -> bool:
+        """Give one server the weights of `version`, the last commit, again; False where that cannot be done."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds."""
+        ...
+
+
+class Updates:
+    """State of updates and memory over one dispatcher; its calls come one at a time, on the dispatcher's loop."""
+
+    def __init__(self, dispatcher: Dispatcher, sender: WeightSender, *, pause_mode: PauseMode) -> None:
+        self._dispatcher = dispatcher
+        self._sender = sender
+        self._mode: PauseMode = pause_mode
+        self._is_paused = False
+        self._open_version: int | None = None
+        self._names: set[str] = set()
+        self._needs_cache = False
+        """Weights were taken back and the cache not yet: it comes after the next update."""
+        self.num_updates = 0
+
+    async def pause(self) -> None:
+        """Stop all servers as the mode says; a second pause does nothing."""
+        if not self._is_paused:
+            await self._dispatcher.pause(self._mode)
+            self._is_paused = True
+
+    async def resume(self) -> None:
+        """Drop an update that is not whole, and go on; with servers that hold a mixture nothing goes on."""
+        if self._open_version is not None:
+            await self._give_up()
+        if self._dispatcher.pool.shut_by <= {PAUSED}:
+            await self._dispatcher.resume()
+            self._is_paused = False
+
+    async def take(self, bucket: WeightBucket) -> None:
+        """One bucket; with the last one the version rises.
+
+        Raises:
+            WeightSyncError: a damaged bucket, a version below the present one, a name sent twice, or no server took it.
+        """
+        version = self._dispatcher.policy_version
+        try:
+            self._check(bucket)
+            if not self._sender.is_staged and not self._is_paused:
+                await self.pause()
+            if not self._sender.is_staged:
+                self._dispatcher.pool.shut(MIXED)
+            self._drop(await self._sender.send(bucket, self._clients()))
+            if bucket.is_last:
+                await self._commit(bucket.version)
+        except MoerlError as error:
+            await self._give_up()
+            raise WeightSyncError(
+                f"update to version {bucket.version} failed ({error}); {self._state(version)}"
+            ) from error
+
+    async def release_memory(self) -> None:
+        """Give cache and weights back; what runs is aborted first and goes on later."""
+        self._dispatcher.pool.shut(RELEASED)
+        await self._dispatcher.pause("abort")
+        self._is_paused = True
+        await self._dispatcher.on_each(lambda client: client.release_memory(_TAGS), "release memory")
+
+    async def take_memory(self) -> None:
+        """Take the weights' memory; the cache's comes with the next update, before which nothing is served."""
+        await self._dispatcher.on_each(lambda client: client.resume_memory(("weights",)), "take memory")
+        self._needs_cache = True
+        self._is_paused = False  # whoever updates next pauses for itself, or `_commit` goes on
+
+    @property
+    def is_released(self) -> bool:
+        """Whether memory was given back and not taken again."""
+        return RELEASED in self._dispatcher.pool.shut_by and not self._needs_cache
+
+    async def replay(self, client: SglangClient) -> bool:
+        """For the watch: the weights of now, to one server that came back."""
+        return await self._sender.replay(client, self._dispatcher.policy_version)
+
+    def _check(self, bucket: WeightBucket) -> None:
+        if self._open_version not in (None, bucket.version):
+            raise WeightSyncError(f"buckets of version {self._open_version} were never finished")
+        if bucket.version < self._dispatcher.policy_version:
+            raise WeightSyncError(f"version {self._dispatcher.policy_version} is already served; versions only rise")
+        verify_bucket(bucket)
+        self._open_version = bucket.version
+        for name, _ in bucket.tensors:
+            if name in self._names:
+                raise WeightSyncError(f"{name} was sent twice")
+            self._names.add(name)
+
+    async def _commit(self, version: int) -> None:
+        """Serve the new weights, and nothing computed from the old ones."""
+        was_paused = self._is_paused
+        await self.pause()
+        self._drop(await self._sender.commit(version, self._clients()))
+        await self._dispatcher.on_each(lambda client: _check_label(client, version), f"take version {version}")
+        if self._needs_cache:
+            await self._dispatcher.on_each(lambda client: client.resume_memory(("kv_cache",)), "take cache memory")
+            self._needs_cache = False
+        await self._dispatcher.on_each(self._flush, "flush its cache")
+        self._dispatcher.policy_version = version
+        self._open_version, self._names = None, set()
+        self.num_updates += 1
+        for reason in (MIXED, RELEASED):
+            self._dispatcher.pool.open(reason)
+        if not was_paused:
+            await self.resume()
+
+    async def _flush(self, client: SglangClient) -> None:
+        """Old weights made the cached prefixes. Under `in_place` a server that is busy refuses."""
+        try:
+            await client.flush_cache(max_attempts=1 if self._mode == "in_place" else 5)
+        except ServerError as error:
+            if self._mode != "in_place" or error.kind != "refused":
+                raise
+            logger.warning("%s kept prefixes of older weights: requests run (pause_mode in_place)", client.url)
+
+    async def _give_up(self) -> None:
+        self._open_version, self._names = None, set()
+        await self._sender.give_up(self._clients())
+        if MIXED in self._dispatcher.pool.shut_by:
+            await self._restore()
+
+    async def _restore(self) -> None:
+        """Servers that got a part of an update get the last whole one again, or stay shut."""
+        for client in self._clients():
+            try:
+                is_whole = await self._sender.replay(client, self._dispatcher.policy_version)
+            except MoerlError as error:
+                logger.error("%s did not take its old weights again (%s)", client.url, error)
+                is_whole = False
+            if not is_whole:
+                return
+        self._dispatcher.pool.open(MIXED)
+
+    def _drop(self, failures: Mapping[SglangClient, MoerlError]) -> None:
+        for member in self._dispatcher.pool.fit:
+            if member.client in failures:
+                self._dispatcher.eject(member, f"it did not take the update ({failures[member.client]})")
+        if failures and not self._dispatcher.pool.fit:
+            raise RolloutError(f"no server took the update: {next(iter(failures.values()))}")
+
+    def _clients(self) -> list[SglangClient]:
+        return [member.client for member in self._dispatcher.pool.fit]
+
+    def _state(self, version: int) -> str:
+        if MIXED in self._dispatcher.pool.shut_by:
+            return "servers hold a part of it and serve nothing until a whole update has come: publish again"
+        return f"version {version} goes on serving"
+
+
+async def _check_label(client: SglangClient, version: int) -> None:
+    label = (await client.model_info()).weight_version
+    if label != str(version):
+        raise WeightSyncError(f"{client.url} says that it has version {label!r} after the update to {version}")

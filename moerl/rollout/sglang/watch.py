@@ -1,0 +1,160 @@
+"""Looks after the servers of a pool: checks their health, and brings back those that were ejected.
+
+A server that comes back has to show the weights of now. One that was started anew has those of its start, so they are
+sent to it again (`replay`) before it serves; one that cannot get them stays out. Nothing is checked while generation is
+paused, since a paused server's health check waits for a token that does not come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from moerl.errors import MoerlError, RolloutError
+from moerl.rollout.sglang.client import SglangClient
+from moerl.rollout.sglang.dispatcher import Dispatcher
+from moerl.rollout.sglang.pool import Member
+
+logger = logging.getLogger(__name__)
+
+Replay = Callable[[SglangClient], Awaitable[bool]]
+"""Send the weights of now to one server, which then carries their label; False: there is nothing to send them from."""
+
+Revive = Callable[[int], Awaitable[None]]
+"""Start server number `index` anew if its process is dead. Returns once it is started, not once it is healthy."""
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """Seconds."""
+
+    health_seconds: float = 30.0
+    """Between two checks of a server that serves."""
+    first_probe_seconds: float = 0.5
+    """Before a server that was ejected is first looked at; doubled each time."""
+    longest_probe_seconds: float = 15.0
+    no_server_seconds: float = 600.0
+    """After so long without any fit server, what waits fails."""
+
+
+class Watch:
+    """One task per server; they live until `close`."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        *,
+        settings: WatchSettings | None = None,
+        replay: Replay | None = None,
+        revive: Revive | None = None,
+    ) -> None:
+        """`replay` None: a server with other weights stays out. `revive` None: nobody restarts servers."""
+        self._dispatcher = dispatcher
+        self._settings = settings or WatchSettings()
+        self._replay = replay
+        self._revive = revive
+        self._tasks: list[asyncio.Task[None]] = []
+        self._last_fit = time.monotonic()
+
+    def start(self) -> None:
+        """On the running event loop."""
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._look_after(member)) for member in self._dispatcher.pool.members]
+        self._tasks.append(loop.create_task(self._fail_what_waits()))
+
+    async def close(self) -> None:
+        """End the tasks."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    async def try_return(self, member: Member) -> bool:
+        """Bring an ejected server back if it is healthy and has, or gets, the weights of now."""
+        pool, client = self._dispatcher.pool, member.client
+        if pool.shut_by:
+            return False
+        try:
+            await client.continue_generation()  # it may have been paused when it left, and is not healthy then
+            if not await client.health():
+                return False
+            is_current = not member.must_replay and await self._has_weights(client)
+            if not is_current and not await self._get_weights(client):
+                logger.error(
+                    "%s is healthy but has other weights than version %d, and there is nothing to send them from; it "
+                    "stays out until the next update",
+                    member.name,
+                    self._dispatcher.policy_version,
+                )
+                return False
+        except MoerlError as error:
+            logger.info("%s is still out (%s)", member.name, error)
+            return False
+        if pool.shut_by:  # an update began meanwhile: what it has may be old by now
+            return False
+        pool.readmit(member)
+        return True
+
+    async def _get_weights(self, client: SglangClient) -> bool:
+        if self._replay is None or not await self._replay(client):
+            return False
+        await client.flush_cache()
+        return await self._has_weights(client)
+
+    async def _has_weights(self, client: SglangClient) -> bool:
+        """The label is of a version that was published from here, or of the start where nothing was."""
+        label = (await client.model_info()).weight_version
+        version = self._dispatcher.policy_version
+        return self._dispatcher.expected.labels.get(label, label) in (version, str(version))
+
+    async def _look_after(self, member: Member) -> None:
+        settings, wait = self._settings, self._settings.first_probe_seconds
+        while True:
+            if member.state == "out":
+                await asyncio.sleep(wait)
+                wait = min(wait * 2, settings.longest_probe_seconds)
+                await self._revive_quietly(member)
+                if await self.try_return(member):
+                    wait = settings.first_probe_seconds
+                continue
+            wait = settings.first_probe_seconds
+            await self._sleep_while_fit(member)
+            if member.state == "fit" and not await self._is_healthy(member):
+                self._dispatcher.eject(member, "its health check failed")
+
+    async def _is_healthy(self, member: Member) -> bool:
+        """True where a pause came before or during the check."""
+        shut_by = self._dispatcher.pool.shut_by
+        return bool(shut_by) or await member.client.health() or bool(shut_by)
+
+    async def _sleep_while_fit(self, member: Member) -> None:
+        """Until the next check is due, or it was ejected: that is looked at every probe interval."""
+        end = time.monotonic() + self._settings.health_seconds
+        while member.state == "fit" and (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, self._settings.first_probe_seconds))
+
+    async def _revive_quietly(self, member: Member) -> None:
+        if self._revive is None:
+            return
+        try:
+            await self._revive(member.client.index)
+        except MoerlError as error:
+            logger.warning("%s was not started anew (%s)", member.name, error)
+
+    async def _fail_what_waits(self) -> None:
+        pool = self._dispatcher.pool
+        while True:
+            await asyncio.sleep(min(1.0, self._settings.no_server_seconds / 4))
+            now = time.monotonic()
+            if pool.fit or not pool.num_waiting:
+                self._last_fit = now
+            elif now - self._last_fit > self._settings.no_server_seconds:
+                why = "; ".join(f"{member.name}: {member.why_out}" for member in pool.members)
+                pool.fail(
+                    RolloutError(
+                        f"no server was fit for {self._settings.no_server_seconds:g} s ({why}); see their logs"
+                    )
+                )

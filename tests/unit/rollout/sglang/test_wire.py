@@ -1,0 +1,408 @@
+"""Requests and answers of /generate: what is sent, and everything that an answer is held to."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+
+import numpy as np
+import orjson
+import pytest
+from fake_servers import EXPECTED, LAYOUT, prompt_of, wire_request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moerl.errors import RolloutError
+from moerl.rollout.engine import RouteLayout
+from moerl.rollout.fake_engine.model import FakeModel
+from moerl.rollout.fake_engine.running import Running
+from moerl.rollout.fake_engine.settings import FakeEngineConfig
+from moerl.rollout.sglang.faults import ServerError
+from moerl.rollout.sglang.routes import decode_routes, encode_routes, join_routes
+from moerl.rollout.sglang.wire import Expected, WireRequest, payload, read_answer
+from moerl.types import SamplingParams
+
+SERVER = "http://127.0.0.1:1"
+
+
+def answer_to(request: WireRequest, cfg: FakeEngineConfig | None = None) -> dict:
+    """What the fake server would say, parsed from its JSON."""
+    model = FakeModel(cfg or FakeEngineConfig())
+    running = Running(request.rid, request.token_ids.tolist(), payload(request), model, "default", 0)
+    running.started, running.is_admitted = 0.0, True
+    running.settle(1.0)
+    return orjson.loads(orjson.dumps(running.answer("default")))
+
+
+def read(answer, request, expected=EXPECTED):
+    return read_answer(answer, request, expected, server=SERVER)
+
+
+# what is sent
+
+
+def test_the_payload_says_everything_that_changes_sampling():
+    params = SamplingParams(9, temperature=0.7, stop_token_ids=(1, 5), stop_strings=("end",), seed=2**62)
+    request = WireRequest("r-1", prompt_of(3), params, 2)
+    body = payload(request)
+    assert body["input_ids"] == [2, 3, 4]
+    assert "text" not in body
+    sampling = body["sampling_params"]
+    assert sampling["max_new_tokens"] == 9
+    assert sampling["temperature"] == 0.7
+    assert (sampling["top_p"], sampling["top_k"], sampling["min_p"]) == (1.0, -1, 0.0)
+    assert sampling["sampling_seed"] == 2**62
+    assert sampling["stop_token_ids"] == [1, 5]
+    assert sampling["stop"] == ["end"]
+    assert sampling["repetition_penalty"] == 1.0
+    assert (body["return_logprob"], body["logprob_start_len"]) == (True, -1)
+    assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 2)
+    assert "return_sampling_mask" not in body
+    assert "routed_dp_rank" not in body
+    json.dumps(body)
+
+
+def test_greedy_requests_are_not_truncated():
+    sampling = payload(wire_request(temperature=0.0, top_p=0.5, top_k=7))["sampling_params"]
+    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0.0, 1.0, -1)
+
+
+@pytest.mark.parametrize(("top_p", "top_k", "sent"), [(0.9, 0, 4096), (1.0, 50, 50), (0.9, 50, 50)])
+def test_truncation_goes_through_the_sampling_mask(top_p, top_k, sent):
+    body = payload(wire_request(top_p=top_p, top_k=top_k))
+    assert body["return_sampling_mask"] is True
+    assert body["sampling_params"]["top_k"] == sent
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"top_k": 5000}, "top_k is 5000, but SGLang tells the tokens in the running for at most 4096"),
+        ({"top_p": 0.9, "top_logprobs": 4}, "likeliest tokens are those before truncation"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"budget": 0}, "max_new_tokens is 0"),
+        ({"prompt": 0}, "the prompt has no tokens"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(params, words):
+    with pytest.raises(RolloutError, match=words):
+        payload(wire_request(**params))
+
+
+# what is believed
+
+
+@pytest.mark.parametrize("start", [0, 1, 4])
+def test_an_answer_is_read_to_the_last_number(start):
+    request = wire_request(prompt=4, budget=3, routes_from=start)
+    raw = answer_to(request)
+    got = read(raw, request)
+    assert got.token_ids.dtype == np.int32
+    assert got.token_ids.tolist() == raw["output_ids"]
+    assert got.logprobs.dtype == np.float32
+    np.testing.assert_allclose(got.logprobs, [one[0] for one in raw["meta_info"]["output_token_logprobs"]])
+    assert got.finish_reason == "length"
+    assert got.spans == ((0, 3, 0),)
+    assert got.routes is not None
+    assert got.routes.shape == (4 + 3 - 1 - start, 3, 2)
+    assert got.routes.dtype == np.uint8
+    text = np.concatenate([request.token_ids, got.token_ids])
+    np.testing.assert_array_equal(got.routes, FakeModel(FakeEngineConfig()).routes("default", text, 0)[start:-1])
+
+
+def test_one_token_has_the_rows_of_the_prompt():
+    request = wire_request(prompt=5, budget=1)
+    routes = read(answer_to(request), request).routes
+    assert routes is not None
+    assert len(routes) == 5
+
+
+@pytest.mark.parametrize("rows", [5, 7])
+def test_another_number_of_rows_than_prompt_and_response_less_one_raises(rows):
+    """BUGS 25: a prompt of 4 and a response of 3 make 6 rows."""
+    request = wire_request(prompt=4, budget=3)
+    raw = answer_to(request)
+    raw["meta_info"]["routed_experts"] = encode_routes(np.arange(rows * 6).reshape(rows, 3, 2) % 8)
+    with pytest.raises(ServerError, match=rf"holds {rows} rows .*but 6 rows belong to these tokens"):
+        read(raw, request)
+
+
+def test_a_server_that_ignores_the_start_is_told_so():
+    request = wire_request(prompt=4, budget=3, routes_from=4)
+    raw = answer_to(wire_request(prompt=4, budget=3, routes_from=0))
+    with pytest.raises(ServerError, match="routed_experts_start_len was ignored"):
+        read(raw, request)
+
+
+def spoil(path: str, value):
+    """A change of the answer: `meta.key`, or a top-level key; `...` removes it."""
+
+    def change(raw):
+        place = raw["meta_info"] if path.startswith("meta.") else raw
+        key = path.removeprefix("meta.")
+        if value is ...:
+            del place[key]
+        else:
+            place[key] = value(place[key]) if callable(value) else value
+
+    return change
+
+
+SPOILED = {
+    "no logprobs": (spoil("meta.output_token_logprobs", ...), "ignored return_logprob"),
+    "fewer logprobs": (spoil("meta.output_token_logprobs", lambda v: v[:-1]), "2 logprobs for 3 tokens"),
+    "null logprob": (spoil("meta.output_token_logprobs", lambda v: [[None, *v[0][1:]], *v[1:]]), "logprob 0 is None"),
+    "NaN logprob": (
+        spoil("meta.output_token_logprobs", lambda v: [*v[:-1], [float("nan"), *v[-1][1:]]]),
+        "logprob 2 is nan",
+    ),
+    "positive logprob": (spoil("meta.output_token_logprobs", lambda v: [[0.5, *v[0][1:]], *v[1:]]), "logprob 0 is 0.5"),
+    "infinite logprob": (
+        spoil("meta.output_token_logprobs", lambda v: [[-float("inf"), *v[0][1:]], *v[1:]]),
+        "logprob 0 is -inf",
+    ),
+    "other ids in logprobs": (
+        spoil("meta.output_token_logprobs", lambda v: [[v[0][0], v[0][1] ^ 1, None], *v[1:]]),
+        "token 0 is .* ids were changed on the way",
+    ),
+    "other ids": (spoil("output_ids", lambda v: [*v[:-1], v[-1] ^ 1]), "token 2 is"),
+    "ids beyond the vocabulary": (spoil("output_ids", lambda v: [*v[:-1], 320]), "beyond the vocabulary"),
+    "text for ids": (spoil("output_ids", "abc"), "no list of token ids"),
+    "count": (spoil("meta.completion_tokens", 2), "completion_tokens is 2, but output_ids holds 3"),
+    "prompt count": (spoil("meta.prompt_tokens", 5), "prompt_tokens is 5, but 4 were sent"),
+    "another rid": (spoil("meta.id", "b-2"), "the answer is that of request b-2"),
+    "no routes": (spoil("meta.routed_experts", ...), "--enable-return-routed-experts"),
+    "routes no base64": (spoil("meta.routed_experts", "###"), "no base64"),
+    "no finish reason": (spoil("meta.finish_reason", None), "finish_reason is None"),
+    "unknown finish": (spoil("meta.finish_reason", {"type": "tool"}), "finish_reason is"),
+    "no tokens": (spoil("output_ids", []), "no tokens, although it ended by length"),
+    "spans with a gap": (
+        spoil("meta.weight_versions", [{"version": "0", "start": 1, "end": 3}]),
+        "must follow one another from token 0",
+    ),
+    "spans too short": (
+        spoil("meta.weight_versions", [{"version": "0", "start": 0, "end": 2}]),
+        "does not cover 3 tokens",
+    ),
+    "no meta": (spoil("meta_info", ...), "no meta_info"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_does_not_agree_is_an_error_that_names_request_and_server(name):
+    request = wire_request()
+    raw = answer_to(request)
+    change, words = SPOILED[name]
+    change(raw)
+    with pytest.raises(ServerError, match=words) as caught:
+        read(raw, request)
+    assert caught.value.kind == "bad_answer"
+    assert not caught.value.is_retried
+    if name != "no meta":
+        assert "request a-1" in str(caught.value)
+    assert str(caught.value).startswith(SERVER)
+
+
+def test_too_many_tokens_show_an_ignored_budget():
+    raw = answer_to(wire_request(budget=3))
+    with pytest.raises(ServerError, match="max_new_tokens is 2: the server ignored it"):
+        read(raw, wire_request(budget=2))
+
+
+def test_a_stop_token_in_the_middle_shows_ignored_stop_tokens():
+    raw = answer_to(wire_request())
+    request = wire_request(stop_token_ids=(raw["output_ids"][1],))
+    with pytest.raises(ServerError, match="the server ignored stop_token_ids"):
+        read(raw, request)
+
+
+def test_zero_rows_and_unknown_experts_are_no_routes():
+    rows = FakeModel(FakeEngineConfig()).routes("default", np.arange(6), 0)
+    rows[-1] = 0
+    with pytest.raises(RolloutError, match="one expert twice for 1 of 6 rows, the first of them row 5"):
+        decode_routes(encode_routes(rows), LAYOUT, rows=6)
+    rows[-1] = 8
+    with pytest.raises(RolloutError, match="ids from 0 to 8, but the model has experts 0 to 7"):
+        decode_routes(encode_routes(rows), LAYOUT, rows=6)
+    rows[-1] = -1
+    with pytest.raises(RolloutError, match="ids from -1"):
+        decode_routes(encode_routes(rows), LAYOUT, rows=6)
+
+
+def test_dense_layers_are_left_out_and_wide_models_take_two_bytes():
+    rows = np.zeros((2, 3, 2), dtype=np.int32)
+    rows[:, 1:] = [[300, 2], [5, 299]]
+    got = decode_routes(encode_routes(rows), RouteLayout(3, (1, 2), 2, 384), rows=2)
+    assert got.dtype == np.int16
+    np.testing.assert_array_equal(got, rows[:, 1:])
+
+
+@given(st.integers(0, 20), st.integers(1, 5), st.integers(1, 4), st.integers(4, 400), st.integers(0, 2**32 - 1))
+def test_routes_survive_the_wire(rows, layers, k, experts, seed):
+    layout = RouteLayout(layers, tuple(range(layers)), k, experts)
+    drawn = np.random.default_rng(seed).random((rows, layers, experts)).argsort(axis=-1)[..., :k]
+    got = decode_routes(encode_routes(drawn), layout, rows=rows)
+    assert got.dtype == (np.uint8 if experts <= 256 else np.int16)
+    np.testing.assert_array_equal(got, drawn)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 5), st.booleans())
+def test_turns_joined_are_the_routes_of_the_whole_text(turns, prompt, from_start):
+    """Every request lacks the row of its last token; the next turn, which runs it, brings it (pitfall 3)."""
+    total = prompt + sum(turns)
+    whole = np.random.default_rng(total).integers(0, 8, (total - 1, 3, 2))
+    pieces, length, start = [], prompt, 0
+    for tokens in turns:
+        length += tokens
+        pieces.append((start, whole[start : length - 1]))
+        start = 0 if from_start else length - 1
+    np.testing.assert_array_equal(join_routes(pieces), whole)
+
+
+def test_a_gap_between_turns_is_an_error():
+    rows = np.zeros((4, 3, 2))
+    with pytest.raises(RolloutError, match="rows 4 to 5 came with no request"):
+        join_routes([(0, rows), (6, rows)])
+
+
+def test_rows_that_are_there_are_kept_as_the_sampling_policy_made_them():
+    joined = join_routes([(0, np.full((4, 1, 1), 1)), (0, np.full((9, 1, 1), 2))])
+    assert joined[:, 0, 0].tolist() == [1] * 4 + [2] * 5
+
+
+# aborts, versions, truncation
+
+
+def aborted(request: WireRequest) -> dict:
+    raw = answer_to(request)
+    raw["meta_info"]["finish_reason"] = {"type": "abort", "message": "Aborted"}
+    return raw
+
+
+def test_the_partial_answer_of_an_abort_is_kept_with_its_routes():
+    request = wire_request()
+    got = read(aborted(request), request)
+    assert (got.finish_reason, len(got.token_ids), got.num_dropped) == ("abort", 3, 0)
+    assert got.routes is not None
+    assert len(got.routes) == 6
+
+
+@pytest.mark.parametrize("missing", ["routed_experts", "output_token_logprobs"])
+def test_tokens_of_an_abort_without_logprobs_or_routes_are_dropped_and_counted(missing):
+    request = wire_request()
+    raw = aborted(request)
+    del raw["meta_info"][missing]
+    got = read(raw, request)
+    assert (len(got.token_ids), len(got.logprobs), got.routes, got.spans) == (0, 0, None, ())
+    assert got.num_dropped == 3
+
+
+def test_wrong_routes_of_an_abort_are_an_error_all_the_same():
+    request = wire_request()
+    raw = aborted(request)
+    raw["meta_info"]["routed_experts"] = encode_routes(np.zeros((5, 3, 2)))
+    with pytest.raises(ServerError, match="but 6 rows belong"):
+        read(raw, request)
+
+
+def test_an_abort_in_the_queue_has_no_tokens_and_says_little():
+    request = wire_request()
+    meta = {"id": "a-1", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}, "weight_version": "0"}
+    got = read({"text": "", "output_ids": [], "meta_info": meta | {"completion_tokens": 0}}, request)
+    assert (got.finish_reason, len(got.token_ids)) == ("abort", 0)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(400, "refused"), (429, "busy"), (500, "broken"), (503, "busy")])
+def test_an_abort_by_the_servers_own_fault_is_that_fault(status, kind):
+    request = wire_request()
+    raw = aborted(request)
+    raw["meta_info"]["finish_reason"] |= {"status_code": status, "message": "out of memory"}
+    with pytest.raises(ServerError, match=f"ended with status {status}: out of memory") as caught:
+        read(raw, request)
+    assert caught.value.kind == kind
+
+
+def test_spans_say_which_policy_sampled_which_token():
+    request = wire_request(budget=5)
+    raw = answer_to(request)
+    raw["meta_info"] |= {
+        "weight_version": "4",
+        "weight_versions": [{"version": "default", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}],
+    }
+    got = read(raw, request)
+    assert got.spans == ((0, 2, 0), (2, 5, 4))
+    assert got.true_from == 0
+
+
+def test_after_a_retraction_over_an_update_old_rows_are_not_the_sampling_policys():
+    """Pitfall 21: rows of the earlier span were computed again by the new weights."""
+    request = wire_request(prompt=4, budget=5)
+    raw = answer_to(request)
+    raw["meta_info"] |= {
+        "num_retractions": 1,
+        "weight_version": "1",
+        "weight_versions": [{"version": "0", "start": 0, "end": 2}, {"version": "1", "start": 2, "end": 5}],
+    }
+    got = read(raw, request)
+    assert got.true_from == 4 + 2 - 1  # the row that predicts the first token of the new policy
+    raw["meta_info"]["weight_versions"] = [{"version": "1", "start": 0, "end": 5}]
+    assert read(raw, request).true_from == 0  # memory alone: the same weights made them again
+
+
+def test_without_spans_the_one_version_counts():
+    request = wire_request()
+    raw = answer_to(request)
+    del raw["meta_info"]["weight_versions"]
+    assert read(raw, request).spans == ((0, 3, 0),)
+    del raw["meta_info"]["weight_version"]
+    with pytest.raises(ServerError, match="which policy sampled these tokens is not known"):
+        read(raw, request)
+
+
+def test_a_label_that_nobody_published_is_an_error():
+    request = wire_request()
+    with pytest.raises(ServerError, match="weight version 'default' is none that was published"):
+        read(answer_to(request), request, Expected(LAYOUT, 320))
+
+
+def test_truncated_sampling_takes_the_behaviour_logprobs_and_the_support():
+    request = wire_request(top_p=0.9)
+    raw = answer_to(request)
+    got = read(raw, request)
+    np.testing.assert_allclose(got.logprobs, raw["meta_info"]["output_token_sampling_logprobs"], rtol=1e-6)
+    assert got.support is not None
+    assert got.support.offsets.tolist() == [0, 2, 4, 6]
+    for place, token in enumerate(got.token_ids):
+        assert token in got.support.ids[2 * place : 2 * place + 2]
+
+
+@pytest.mark.parametrize("missing", ["output_token_sampling_logprobs", "output_token_sampling_mask"])
+def test_a_server_without_sampling_masks_is_found_out(missing):
+    request = wire_request(top_k=5)
+    raw = answer_to(request)
+    del raw["meta_info"][missing]
+    with pytest.raises(ServerError, match=missing):
+        read(raw, request)
+
+
+def test_the_likeliest_tokens_are_read_where_they_were_asked_for():
+    request = wire_request(top_logprobs=4)
+    raw = answer_to(request)
+    top = read(raw, request).top_logprobs
+    assert top is not None
+    assert top.ids.shape == top.logprobs.shape == (3, 4)
+    assert top.ids[:, 0].tolist() == raw["output_ids"]
+    del raw["meta_info"]["output_top_logprobs"]
+    with pytest.raises(ServerError, match="ignored top_logprobs_num"):
+        read(raw, request)
+
+
+def test_reading_changes_nothing():
+    request = wire_request(top_p=0.5)
+    raw = answer_to(request)
+    before = copy.deepcopy(raw)
+    read(raw, request)
+    assert raw == before
+    assert base64.b64decode(raw["meta_info"]["routed_experts"])
