@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from pathlib import Path
 from setup import ROOT, UNAVAILABLE, Installer, SetupError, create_venv, has_gpu, say, torch_index
 
 FILES = ROOT / "requirements" / "sglang"
+SHIM = ROOT / "moerl" / "rollout" / "sglang" / "shim"
 PYTHON = (3, 11)
 TORCH_VERSION = "2.13.0"
 """Of servers on a CPU; with a GPU sglang names its own."""
@@ -102,16 +104,18 @@ def install_for_cpu(install: Installer) -> None:
 def fingerprint(build: str) -> str:
     """Changes when a run of this script could change the environment."""
     digest = hashlib.sha256(repr((sys.version_info[:3], build, torch_index())).encode())
-    for path in [Path(__file__), *sorted(FILES.glob("*.txt"))]:
+    for path in [Path(__file__), *sorted(FILES.glob("*.txt")), *sorted(SHIM.glob("*.py"))]:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-def verify(install: Installer) -> dict[str, str]:
-    """Import what was installed and return the versions."""
+def verify(install: Installer, build: str) -> dict[str, str]:
+    """Import what was installed, as a server would, and return the versions."""
     say("- importing everything once")
     command = [str(install.python), "-c", VERIFY]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=install.venv, check=False)
+    variables = {"PYTHONPATH": str(SHIM), "SGLANG_USE_CPU_ENGINE": "1"} if build == "cpu" else {}
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=install.venv, env=environment, check=False)
     if done.returncode:
         raise SetupError(f"the environment does not work: {(done.stderr.strip() or done.stdout).splitlines()[-1]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -141,7 +145,7 @@ def set_up(venv: Path, *, dry_run: bool, build: str) -> None:
     install.pip("what moerl's own tests of the servers need", "-r", str(FILES / "test.txt"))
     if dry_run:
         return
-    versions = verify(install)
+    versions = verify(install, build)
     stamp.write_text(json.dumps({"fingerprint": wanted, "versions": versions}, indent=1) + "\n")
     say("    " + ", ".join(f"{name} {number}" for name, number in versions.items()))
     say(f"Ready in {time.monotonic() - start:.0f} s: {install.python}")

@@ -37,7 +37,7 @@ def flags():
 
 def parsed(name, body):
     """A request class of SGLang made of a payload: keys that it lacks, its fields as text; or the error."""
-    import msgspec
+    from pydantic import TypeAdapter
     from sglang.srt.managers import io_struct
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -52,7 +52,7 @@ def parsed(name, body):
             sampling.normalize(None)
             sampling.verify(32000)
         else:
-            made = msgspec.convert(body, kind)
+            made = TypeAdapter(kind).validate_python(body)  # as its HTTP server does
         return {"unknown": unknown, "fields": {key: str(getattr(made, key)) for key in body}}
     except Exception as error:  # noqa: BLE001  whatever SGLang raises is the answer
         return {"unknown": unknown, "error": f"{type(error).__name__}: {error}"}

@@ -56,6 +56,20 @@ def tokens_per_second(server: Server, at_once: int) -> float:
     return best
 
 
+def measure(servers: SglangServers) -> None:
+    """Start, ask, stop; a line for each."""
+    start = time.monotonic()
+    servers.start()
+    print(f"start-up {time.monotonic() - start:.0f} s", flush=True)
+    try:
+        for at_once in (1, 8, 32):
+            print(f"{at_once:>3} at once: {tokens_per_second(servers.servers[0], at_once):.0f} tokens/s", flush=True)
+    finally:
+        start = time.monotonic()
+        servers.stop()
+        print(f"stopped in {time.monotonic() - start:.1f} s")
+
+
 def main() -> int:
     """Exit status 0, or 1 with one message."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,17 +86,7 @@ def main() -> int:
     )
     try:
         with tempfile.TemporaryDirectory() as logs:
-            servers = SglangServers(config, model_path=POLICY, log_folder=Path(logs), returns_routes=True)
-            start = time.monotonic()
-            servers.start()
-            print(f"start-up {time.monotonic() - start:.0f} s")
-            try:
-                for at_once in (1, 8, 32):
-                    print(f"{at_once:>3} at once: {tokens_per_second(servers.servers[0], at_once):.0f} tokens/s")
-            finally:
-                start = time.monotonic()
-                servers.stop()
-                print(f"stopped in {time.monotonic() - start:.1f} s")
+            measure(SglangServers(config, model_path=POLICY, log_folder=Path(logs), returns_routes=True))
     except MoerlError as error:
         print(error, file=sys.stderr)
         return 1

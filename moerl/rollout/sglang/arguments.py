@@ -75,7 +75,6 @@ OURS = (
 """Arguments that moerl sets itself, and those that would bypass its key."""
 NOT_WITH_ROUTES = {
     "--speculative-algorithm": "its draft model's router is captured in the place of layer 0's in some versions",
-    "--speculative-algo": "its draft model's router is captured in the place of layer 0's in some versions",
 }
 
 
@@ -282,8 +281,9 @@ def _extra_faults(extra: list[str], returns_routes: bool) -> Iterator[str]:
             yield f"{WHERE}.extra_args has {flag}, which moerl sets itself; remove it"
         elif field_name:
             yield f"{WHERE}.extra_args has {flag}; set {WHERE}.{field_name} instead"
-        elif flag in NOT_WITH_ROUTES and returns_routes:
-            yield f"{WHERE}.extra_args has {flag}, but with routes (R3) it must not: {NOT_WITH_ROUTES[flag]}"
+        elif returns_routes:
+            for reason in (reason for word, reason in NOT_WITH_ROUTES.items() if word.startswith(flag)):
+                yield f"{WHERE}.extra_args has {flag}, but with routes (R3) it must not: {reason}"
 
 
 def _divisors(number: int) -> str:

@@ -93,9 +93,10 @@ def test_what_is_refused(fields, text):
 
 def test_routes_refuse_what_makes_them_stale():
     assert "must be False where routes are replayed" in found(routes=True, hierarchical_cache=True)[0]
-    speculative = {"extra_args": ["--speculative-algorithm", "EAGLE"]}
-    assert found(**speculative) == []
-    assert "with routes (R3) it must not" in found(routes=True, **speculative)[0]
+    for spelling in ("--speculative-algorithm", "--speculative-algo"):
+        speculative = {"extra_args": [spelling, "EAGLE"]}
+        assert found(**speculative) == []
+        assert "with routes (R3) it must not" in found(routes=True, **speculative)[0]
 
 
 @pytest.mark.parametrize(
