@@ -9,6 +9,8 @@ and its connections close with it.
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from moerl.errors import WeightSyncError
 
 BACKENDS = ("gloo", "nccl")
+_POLL_SECONDS = 0.02
 
 
 class Rendezvous:
@@ -45,7 +48,7 @@ class Rendezvous:
             ) from error
         self.port = int(listener.getsockname()[1])
         # torch binds to every interface by itself, so it is given a socket that is bound
-        self.store = dist.TCPStore(
+        daemon = dist.TCPStore(
             address,
             self.port,
             None,
@@ -54,6 +57,58 @@ class Rendezvous:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+        self.store = _StoreThatCanBeLeft(daemon, timeout_seconds)
+
+    def call_off(self) -> None:
+        """End what another thread waits for here, and close the store, so that ranks that wait there fail."""
+        self.store.leave()
+
+
+class _StoreThatCanBeLeft(dist.Store):
+    """torch's store, whose own waits cannot be ended from another thread. Whoever uses it must hold it in Python too."""
+
+    def __init__(self, inner: dist.TCPStore, timeout_seconds: float) -> None:
+        super().__init__()
+        self._inner: dist.TCPStore | None = inner
+        self._timeout_seconds = timeout_seconds
+        self._is_left = threading.Event()
+
+    def leave(self) -> None:
+        self._is_left.set()
+        self._inner = None  # its daemon ends with the last reference
+
+    def set(self, key: str, value: Any) -> None:
+        self._open().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._open().get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._open().add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._open().check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._open().delete_key(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit = self._timeout_seconds if timeout is None else min(timeout.total_seconds(), self._timeout_seconds)
+        end = time.monotonic() + limit
+        while not self._open().check(keys):
+            self._is_left.wait(_POLL_SECONDS)
+            if time.monotonic() > end:
+                raise RuntimeError("a rank did not come")
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def _open(self) -> dist.TCPStore:
+        inner = self._inner
+        if inner is None:
+            raise RuntimeError("it was called off")
+        return inner
 
 
 class UpdateGroup:
@@ -101,7 +156,7 @@ class UpdateGroup:
         """End what another thread of this process waits for in the group, where the backend can; never raises."""
         try:
             self._group.abort()
-        except RuntimeError:  # gloo has none; its operations end by their timeout, or with the connection
+        except RuntimeError:  # where a backend says that it has none; gloo's does nothing: its operations end by their timeout
             return
 
     def _made(self, backend: str, store: Any, world_size: int, address: str) -> Any:

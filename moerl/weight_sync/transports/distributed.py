@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,8 @@ from moerl.weight_sync.transport import HandOver, transports
 from moerl.weight_sync.transports.disk import check_interval
 from moerl.weight_sync.update_group import BACKENDS, Rendezvous, UpdateGroup
 
+_SETTLE_SECONDS = 1.0
+"""After a failure: an answer may have come just before the last bytes were taken."""
 _GRACE_SECONDS = 15.0
 """What is left of a bucket after something broke: answers of the others, and the broadcast's own end."""
 
@@ -97,24 +99,21 @@ class DistributedSender(LiveSender):
         left, failures = list(servers), Failures()
         while left:
             broken = await self._join(left) or await self._broadcast(entries, flat, left, label)
-            if not broken:
+            if not broken.failures:
                 return failures
-            await self._leave([server for server in left if server not in broken or not is_lost(broken[server])])
-            lost = {server: error for server, error in broken.items() if is_lost(error)}
-            if not lost or len(lost) == len(left):
-                return failures | broken
-            failures |= lost
-            left = [server for server in left if server not in lost]
+            await self._leave([server for server in left if server not in broken.failures])
+            failures |= broken.blamed
+            left = [server for server in left if server not in broken.blamed]  # what they took already does no harm
         return failures
 
-    async def _join(self, servers: list[WeightServer]) -> Failures:
+    async def _join(self, servers: list[WeightServer]) -> _Broken | None:
         """Build the group of exactly these servers, unless it is there."""
         if self._group is not None and self._members == servers:
-            return {}
+            return None
         await self._leave(self._members)
         infos, failures = await on_each(servers, lambda server: server.server_info())
         if failures:
-            return failures
+            return _Broken(failures, failures)
         sizes = [infos[server].tensor_size for server in servers]
         limit, world = self._cfg.timeout_seconds, 1 + sum(sizes)
         meeting = Rendezvous(self._cfg.address, self._cfg.port, timeout_seconds=limit)
@@ -135,10 +134,11 @@ class DistributedSender(LiveSender):
             )
             for number, server in enumerate(servers)
         }
-        failures = await _both(own, posts)
-        if not failures:
-            self._group, self._members, self._name = own.result(), servers, name
-        return failures
+        broken = await _both(own, posts, call_off=meeting.call_off)
+        if broken.failures:
+            return broken
+        self._group, self._members, self._name = own.result(), servers, name
+        return None
 
     async def _leave(self, servers: Sequence[WeightServer]) -> None:
         """Drop the group here first, so that ranks that wait in it are let go, then at the servers that live."""
@@ -150,7 +150,7 @@ class DistributedSender(LiveSender):
 
     async def _broadcast(
         self, entries: Sequence[FlatEntry], flat: Tensor, servers: Sequence[WeightServer], label: int | None
-    ) -> Failures:
+    ) -> _Broken:
         group = self._group
         assert group is not None
         named = [(entry.name, entry.dtype_name, entry.shape) for entry in entries]
@@ -163,50 +163,60 @@ class DistributedSender(LiveSender):
             for server in servers
         }
         own = asyncio.create_task(asyncio.to_thread(group.broadcast, flat))
-        failures = await _both(own, posts, abort=group)
-        if failures and not own.done():
+        broken = await _both(own, posts, call_off=group.abort)
+        if not own.done():
             self._buffer = None  # its thread still reads it
-        return failures
+        return broken
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """What went wrong in something that all ranks do together."""
+
+    failures: Failures
+    blamed: Failures
+    """Those that began it; the others' failures follow from theirs. Not empty unless `failures` is."""
 
 
 async def _both(
     own: asyncio.Task[UpdateGroup] | asyncio.Task[None],
     posts: Mapping[WeightServer, asyncio.Task[None]],
-    abort: UpdateGroup | None = None,
-) -> Failures:
-    """Wait for this process's part and for the servers' answers; after the first failure for a short time only.
-
-    A server that does not answer then is lost. Without any server's failure, this process's own counts for all.
-    """
-    waiting = {own, *posts.values()}
-    done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
-    if pending and any(task.exception() is not None for task in done):
-        if abort is not None and not own.done():
-            await asyncio.wait(pending, timeout=1.0)  # an answer may have come just before the last bytes were taken
-            if not own.done():
-                await asyncio.to_thread(abort.abort)
+    call_off: Callable[[], None],
+) -> _Broken:
+    """Wait for this process's part and for the servers' answers; after the first failure for a short time only."""
+    done, pending = await asyncio.wait({own, *posts.values()}, return_when=asyncio.FIRST_EXCEPTION)
+    early = {server for server, task in posts.items() if task in done and task.exception() is not None}
+    if pending:  # something failed
+        _, pending = await asyncio.wait(pending, timeout=_SETTLE_SECONDS)
+    if own in pending:
+        await asyncio.to_thread(call_off)
+        await asyncio.wait({own}, timeout=_SETTLE_SECONDS)
+        pending.discard(own)
+    if pending:
         await asyncio.wait(pending, timeout=_GRACE_SECONDS)
-    failures: Failures = {}
+    failures, silent = Failures(), set[WeightServer]()
     for server, task in posts.items():
         if not task.done():
             task.cancel()
             failures[server] = ServerLostError(f"{server.url} did not answer after the group of weight updates broke")
+            silent.add(server)
         elif (error := task.exception()) is not None:
-            if not isinstance(error, MoerlError):
-                raise error
-            failures[server] = error
-    if not own.done():
-        own.add_done_callback(lambda task: task.exception())  # nobody waits for it any more
-        return failures
-    error = own.exception()
-    if error is None or failures:
-        return failures
+            failures[server] = _expected(error)
+    own.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may end when nobody waits any more
+    if own.done() and (error := own.exception()) is not None and not failures:
+        failures = dict.fromkeys(posts, WeightSyncError(str(_expected(error))))
+    lost = {server for server, error in failures.items() if is_lost(error)} - silent
+    blamed = lost or early or silent or set(failures)
+    return _Broken(failures, {server: failures[server] for server in failures if server in blamed})
+
+
+def _expected(error: BaseException) -> MoerlError:
     if not isinstance(error, MoerlError):
         raise error
-    return dict.fromkeys(posts, WeightSyncError(str(error)))
+    return error
 
 
-async def _in_time(server: WeightServer, call) -> None:
+async def _in_time(server: WeightServer, call: Awaitable[None]) -> None:
     try:
         await asyncio.wait_for(call, _GRACE_SECONDS)
     except TimeoutError as error:
