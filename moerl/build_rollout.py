@@ -33,10 +33,11 @@ from moerl.rewards.scorer import RewardScorer, build_scorer
 from moerl.rollout.buffer import RolloutBuffer
 from moerl.rollout.collect import Collector
 from moerl.rollout.described import DescribedRollouts, GroupDescriber
-from moerl.rollout.engine import engines
+from moerl.rollout.engine import RouteLayout, ServedModel, engines
 from moerl.rollout.engines.local_engine import LocalEngine, LocalEngineConfig
 from moerl.rollout.resample import ResamplingCollector
 from moerl.rollout.text_metrics import TextSettings, text_metrics
+from moerl.run_folder import folder_of
 from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -178,6 +179,8 @@ def build_rollout_side(cfg: RunConfig, data: Data, *, load_weights: bool = False
         injected["sampler"] = local(engine_cfg.precision)
     if "completions" in plugin.traits["injects"]:
         injected["completions"] = _completions(data.train)
+    if "served_model" in plugin.traits["injects"]:
+        injected["served_model"] = served_model(cfg, model)
     train_engine: RolloutEngine = plugin.target(engine_cfg, **injected)
     eval_engine = train_engine
     if is_supervised(cfg):
@@ -185,6 +188,18 @@ def build_rollout_side(cfg: RunConfig, data: Data, *, load_weights: bool = False
     collector = _collector(cfg, data, train_engine)
     eval_collector = collector if eval_engine is train_engine else _collector(cfg, data, eval_engine)
     return RolloutSide(train_engine, eval_engine, collector, eval_collector, sampling_params(cfg, data.tokenizer))
+
+
+def served_model(cfg: RunConfig, model: ReferenceConfig) -> ServedModel:
+    """What an engine of remote servers knows of the model and the run."""
+    layout = RouteLayout(model.num_layers, model.moe_layers, model.experts_per_token, model.num_experts)
+    return ServedModel(
+        path=Path(cfg.model.path),
+        run_folder=folder_of(cfg),
+        vocab_size=model.vocab_size,
+        layout=layout if model.moe_layers else None,
+        wants_routes=cfg.algorithm.routing == "R3",
+    )
 
 
 def _weights_of(cfg: RunConfig) -> Iterator[tuple[str, Tensor]]:

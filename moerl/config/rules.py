@@ -17,6 +17,9 @@ from moerl.config.load import as_dict
 from moerl.config.schema import DatasetConfig, RunConfig
 from moerl.errors import ConfigError
 
+SGLANG_MASK_TOKENS = 4096
+"""SGLang's default of `--sampling-mask-max-tokens`."""
+
 ExtraRule = Callable[[Mapping[str, Any]], list[str]]
 """Takes the whole configuration as nested plain values; returns one message per fault."""
 
@@ -168,6 +171,31 @@ def microbatch_tokens(cfg: RunConfig) -> Iterator[str]:
             f"batch.max_tokens_per_microbatch is {cfg.batch.max_tokens_per_microbatch}, but must hold the longest "
             f"sequence: data.max_prompt_tokens + rollout.max_new_tokens = {cfg.data.max_prompt_tokens} + "
             f"{cfg.rollout.max_new_tokens} = {longest}"
+        )
+
+
+def sglang(cfg: RunConfig) -> Iterator[str]:
+    """Servers that are there or are launched, and answers whose logprobs and routes are the sampling policy's."""
+    engine = cfg.rollout.engine
+    if engine.get("name") != "sglang":
+        return
+    if bool(engine.get("urls")) == (engine.get("servers") is not None):
+        yield (
+            "rollout.engine=sglang needs either urls of servers that run, such as "
+            "{name: sglang, urls: ['http://127.0.0.1:30000']}, or servers, to launch some ({name: sglang, servers: {}})"
+        )
+    routing, mode = cfg.algorithm.routing, engine.get("pause_mode", "abort")
+    if routing == "R3" and mode != "abort":
+        yield (
+            f"rollout.engine.pause_mode is {mode!r} with algorithm.routing=R3: a request that goes on over an update "
+            "brings routes that newer weights made, for tokens that older ones sampled; set it to abort"
+        )
+    if routing == "R3" and engine.get("routes", "auto") == "never":
+        yield "rollout.engine.routes is never, but algorithm.routing=R3 replays the engine's routes: set it to auto"
+    if cfg.rollout.top_k > SGLANG_MASK_TOKENS:
+        yield (
+            f"rollout.top_k is {cfg.rollout.top_k}, but SGLang tells the tokens in the running, which the logprob of "
+            f"the sampled one needs, for at most {SGLANG_MASK_TOKENS}: lower it, or set it to 0"
         )
 
 
@@ -353,6 +381,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     stop_strings,
     staleness,
     group_size,
+    sglang,
     supervised,
     rewards,
     optimizer_state,

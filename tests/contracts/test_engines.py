@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +17,9 @@ from moerl.errors import RolloutError
 from moerl.reference.config import ReferenceConfig
 from moerl.reference.model import ReferenceModel
 from moerl.reference.sampling import Sampler
-from moerl.rollout.engine import engines, request_id
+from moerl.rollout.engine import RouteLayout, ServedModel, engines, request_id
+from moerl.rollout.fake_engine.serving import FakeServer
+from moerl.rollout.fake_engine.settings import FakeEngineConfig
 from moerl.types import SamplingParams, WeightBucket
 
 SHAPE = {
@@ -46,7 +51,28 @@ def _dataset(engine_class, cfg):
     return engine_class(cfg, completions=completions, policy_version=2)
 
 
-BUILDERS: dict[str, Callable] = {"local": _local, "dataset": _dataset}
+def _sglang(engine_class, cfg):
+    """Over a fake server; it stops with the engine."""
+    server = FakeServer(
+        FakeEngineConfig(vocab_size=17, num_layers=2, num_experts=4, lengths="uniform:4,14", is_constant=True)
+    )
+    server.start()
+    folder = tempfile.TemporaryDirectory()
+    layout = RouteLayout(num_layers=2, moe_layers=(0, 1), experts_per_token=2, num_experts=4)
+    model = ServedModel(Path(folder.name), Path(folder.name), 17, layout, wants_routes=True)
+    engine = engine_class(replace(cfg, urls=[server.url]), served_model=model, policy_version=2)
+    close = engine.close
+
+    def close_all():
+        close()
+        server.stop()
+        folder.cleanup()
+
+    engine.close = close_all
+    return engine
+
+
+BUILDERS: dict[str, Callable] = {"local": _local, "dataset": _dataset, "sglang": _sglang}
 """One entry per engine that starts here without a server; it begins at policy version 2."""
 
 

@@ -27,6 +27,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _OPEN = ("/health", "/health_generate", "/ready", "/fake")
 _NORMAL = ("/generate", "/model_info", "/server_info")
 _MAX_BODY_BYTES = 1 << 32
+RULES = web.RequestKey("rules", list[FaultRule])
+"""The faults that a call meets."""
 
 
 class FakeApp:
@@ -88,7 +90,7 @@ class FakeApp:
         rules = self.state.struck(path)
         if path not in _NORMAL:
             self.state.calls.append(path)
-        request["rules"] = rules
+        request[RULES] = rules
         for rule in rules:
             if rule.kind in ("slow", "hang"):
                 await asyncio.sleep(rule.seconds if rule.kind == "slow" else 1e9)
@@ -120,7 +122,7 @@ class FakeApp:
     # generation
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        state, rules = self.state, request["rules"]
+        state, rules = self.state, request[RULES]
         body = orjson.loads(await request.read())
         for rule in rules:
             if rule.kind == "ignore":

@@ -37,6 +37,9 @@ class FakeModel:
     def __init__(self, cfg: FakeEngineConfig) -> None:
         self.cfg = cfg
 
+    def _weights(self, label: str) -> int:
+        return label_hash("" if self.cfg.is_constant else label, self.cfg.seed)
+
     def key(self, seed: int, prompt_length: int) -> int:
         """Of a request, the same after it was resumed."""
         return (seed - prompt_length) & _MASK
@@ -49,7 +52,7 @@ class FakeModel:
     def tokens(self, label: str, key: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids [count] int32 and logprobs [count] float64 at positions `start` on; none is the end token."""
         positions = np.arange(start, start + count, dtype=np.uint64)
-        drawn = mixed(positions ^ np.uint64(key ^ label_hash(label, self.cfg.seed)))
+        drawn = mixed(positions ^ np.uint64(key ^ self._weights(label)))
         ids = (drawn % np.uint64(self.cfg.vocab_size - 1)).astype(np.int32)
         ids[ids >= self.cfg.eos_token_id] += 1
         fraction = (drawn >> np.uint64(11)).astype(np.float64) / (1 << 53)
@@ -61,9 +64,7 @@ class FakeModel:
         if not len(token_ids):
             return np.zeros((0, cfg.num_layers, cfg.experts_per_token), dtype=np.int32)
         positions = np.arange(start, start + len(token_ids), dtype=np.uint64)
-        rows = mixed(
-            positions ^ np.uint64(label_hash(label, cfg.seed)) ^ (token_ids.astype(np.uint64) << np.uint64(40))
-        )
+        rows = mixed(positions ^ np.uint64(self._weights(label)) ^ (token_ids.astype(np.uint64) << np.uint64(40)))
         first = mixed(rows[:, None] + np.arange(cfg.num_layers, dtype=np.uint64)) % np.uint64(cfg.num_experts)
         ids = (first[:, :, None] + np.arange(cfg.experts_per_token, dtype=np.uint64)) % np.uint64(cfg.num_experts)
         routes = ids.astype(np.int32)

@@ -45,6 +45,8 @@ class FakeEngineConfig:
     """Of one weight bucket, or one load from disk."""
     health_seconds: float = 0.0
     """A real server takes 1 s or more."""
+    is_constant: bool = False
+    """Every label is the same model, as of a policy that does not move."""
     seed: int = 0
     """Another seed is another model."""
 

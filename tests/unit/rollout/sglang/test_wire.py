@@ -43,12 +43,8 @@ def read(answer, request, expected=EXPECTED):
 
 
 def test_the_payload_says_everything_that_changes_sampling():
-    request = WireRequest(
-        "r-1",
-        prompt_of(3),
-        SamplingParams(9, temperature=0.7, stop_token_ids=(1, 5), stop_strings=("end",), seed=2**62),
-        2,
-    )
+    params = SamplingParams(9, temperature=0.7, stop_token_ids=(1, 5), stop_strings=("end",), seed=2**62)
+    request = WireRequest("r-1", prompt_of(3), params, 2)
     body = payload(request)
     assert body["input_ids"] == [2, 3, 4]
     assert "text" not in body

@@ -1,0 +1,425 @@
+"""The dispatcher over fake servers: every request answered once, whatever the servers do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from fake_servers import EXPECTED, SLOW, dispatching, prompt_of, should_sample, until
+
+from moerl.errors import RolloutError
+from moerl.rollout.fake_engine.serving import FakeServer
+from moerl.rollout.fake_engine.settings import FakeEngineConfig
+from moerl.types import Completion, SamplingParams
+
+PROMPT = prompt_of(5)
+
+
+def assert_sampled(got: Completion, prompt: np.ndarray, count: int, seed: int, label: str = "default") -> None:
+    """Exactly what an undisturbed server samples by one version: tokens, logprobs, routes, spans of equal lengths."""
+    ids, logprobs, routes = should_sample(prompt, count, seed=seed, label=label)
+    np.testing.assert_array_equal(got.token_ids, ids)
+    np.testing.assert_allclose(got.logprobs, logprobs, rtol=1e-6)
+    assert got.routed_experts is not None
+    np.testing.assert_array_equal(got.routed_experts.open(), routes)
+    assert got.version_spans == ((0, count, 0 if label == "default" else int(label)),)
+
+
+def test_several_hundred_at_once_are_each_answered_as_alone():
+    with FakeServer() as a, FakeServer() as b:
+
+        async def main():
+            async with dispatching([a, b], requests_per_server=40) as d:
+                calls = [
+                    d.generate(PROMPT, SamplingParams(1 + i % 9, seed=i), f"p/{i // 8}#{i % 8}") for i in range(400)
+                ]
+                answers = await asyncio.gather(*calls)
+                assert (d.num_in_flight, d.pool.num_running, d.pool.num_waiting) == (0, 0, 0)
+                assert d.counts.completions == d.counts.requests == 400
+                return answers
+
+        for i, got in enumerate(asyncio.run(main())):
+            assert_sampled(got, PROMPT, 1 + i % 9, i)
+        assert a.state()["counts"]["/generate"] + b.state()["counts"]["/generate"] == 400
+
+
+def test_no_server_ever_has_more_than_its_share():
+    with FakeServer(SLOW) as server:
+
+        async def main():
+            async with dispatching([server], requests_per_server=3) as d:
+                calls = [
+                    asyncio.create_task(d.generate(PROMPT, SamplingParams(4, seed=i), f"p#{i}")) for i in range(12)
+                ]
+                most = 0
+                while not all(call.done() for call in calls):
+                    most = max(most, server.call(lambda app: len(app.state.running)))
+                    assert d.pool.num_running <= 3
+                    await asyncio.sleep(0.002)
+                return most
+
+        assert 1 <= asyncio.run(main()) <= 3
+
+
+@pytest.mark.parametrize("kind", ["drop", "drop_after", "truncate"])
+def test_a_connection_that_is_lost_sends_the_request_elsewhere_and_counts_it_once(kind):
+    with FakeServer(faults=[{"kind": kind, "times": -1}]) as bad, FakeServer() as good:
+
+        async def main():
+            async with dispatching([bad, good]) as d:
+                answers = await asyncio.gather(
+                    *(d.generate(PROMPT, SamplingParams(6, seed=i), f"p/{i}#0") for i in range(20))
+                )
+                assert d.counts.completions == 20
+                assert [member.state for member in d.pool.members] == ["out", "fit"]
+                return answers
+
+        for i, got in enumerate(asyncio.run(main())):
+            assert_sampled(got, PROMPT, 6, i)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_server_in_trouble_is_asked_again(status):
+    with FakeServer(faults=[{"kind": "status", "status": status, "times": 2}]) as server:
+
+        async def main():
+            async with dispatching([server]) as d:
+                got = await d.generate(PROMPT, SamplingParams(6, seed=1), "p#0")
+                assert d.counts.retries == 2
+                assert server.state()["counts"]["/generate"] == 3
+                return got
+
+        assert_sampled(asyncio.run(main()), PROMPT, 6, 1)
+
+
+def test_errors_in_a_row_eject_and_health_brings_back():
+    with FakeServer(faults=[{"kind": "status", "times": 3}]) as bad, FakeServer() as good:
+
+        async def main():
+            async with dispatching([bad, good], watch=True, affinity_slack=0) as d:
+                await asyncio.gather(*(d.generate(PROMPT, SamplingParams(2, seed=i), f"p/{i}#0") for i in range(12)))
+                assert d.pool.members[0].num_ejections == 1
+                await until(lambda: d.pool.members[0].state == "fit")
+                before = d.pool.members[0].num_answers
+                await asyncio.gather(*(d.generate(PROMPT, SamplingParams(2, seed=i), f"q/{i}#0") for i in range(12)))
+                assert d.pool.members[0].num_answers > before
+
+        asyncio.run(main())
+
+
+def test_a_wrong_request_is_not_tried_again():
+    with FakeServer(FakeEngineConfig(context_length=5)) as server:
+
+        async def main():
+            async with dispatching([server]) as d:
+                await d.generate(PROMPT, SamplingParams(6), "p#0")
+
+        with pytest.raises(RolloutError, match=r"request p#0: .*status 400: The input \(5 tokens\) is longer"):
+            asyncio.run(main())
+        assert server.state()["counts"]["/generate"] == 1
+
+
+BAD_ANSWERS = {
+    "short_routes": "rows belong to these tokens",
+    "zero_routes": "one expert twice",
+    "foreign_routes": "the model has experts 0 to 7",
+    "nan_logprobs": "no JSON",
+    "null_logprobs": "must be a finite number",
+    "few_logprobs": "5 logprobs for 6 tokens",
+    "wrong_ids": "ids were changed on the way",
+    "wrong_prompt": "prompt_tokens is 6, but 5 were sent",
+    "wrong_rid": "the answer is that of request",
+    "no_json": "no JSON",
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ANSWERS)
+def test_a_wrong_answer_fails_its_request_and_is_never_trained_on(kind):
+    with FakeServer(faults=[{"kind": kind}]) as server:
+
+        async def main():
+            async with dispatching([server]) as d:
+                with pytest.raises(RolloutError, match=BAD_ANSWERS[kind]) as caught:
+                    await d.generate(PROMPT, SamplingParams(6, seed=1), "p#0")
+                assert "request p#0" in str(caught.value)
+                assert server.url in str(caught.value)
+                return await d.generate(PROMPT, SamplingParams(6, seed=1), "p#1")
+
+        assert_sampled(asyncio.run(main()), PROMPT, 6, 1)
+
+
+def test_an_answer_that_comes_twice_is_not_the_next_ones():
+    with FakeServer(faults=[{"kind": "duplicate", "after": 1}]) as server:
+
+        async def main():
+            async with dispatching([server]) as d:
+                await d.generate(PROMPT, SamplingParams(6, seed=1), "p#0")
+                with pytest.raises(RolloutError, match="the answer is that of request moerl-"):
+                    await d.generate(PROMPT, SamplingParams(6, seed=2), "p#1")
+
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "keys", [["return_logprob"], ["return_routed_experts"], ["stop_token_ids"], ["max_new_tokens"]]
+)
+def test_a_server_that_ignores_an_option_is_found_out_by_its_first_answer(keys):
+    """BUGS 29."""
+    stop = int(should_sample(PROMPT, 6, seed=1)[0][2])
+    cfg = FakeEngineConfig()
+    with FakeServer(cfg, faults=[{"kind": "ignore", "keys": keys, "times": -1}]) as server:
+
+        async def main():
+            async with dispatching([server]) as d:
+                await d.generate(PROMPT, SamplingParams(6, seed=1, stop_token_ids=(stop,)), "p#0")
+
+        with pytest.raises(RolloutError, match=r"ignored|--enable-return-routed-experts"):
+            asyncio.run(main())
+
+
+def test_routes_that_a_router_strips_fail_the_first_request():
+    """Pitfall 1."""
+    with FakeServer(faults=[{"kind": "drop_keys", "keys": ["routed_experts"], "times": -1}]) as server:
+
+        async def main():
+            async with dispatching([server]) as d:
+                await d.generate(PROMPT, SamplingParams(6, seed=1), "p#0")
+
+        with pytest.raises(RolloutError, match="put no router before it"):
+            asyncio.run(main())
+
+
+def test_a_late_answer_is_given_up_aborted_and_asked_for_again():
+    with FakeServer(faults=[{"kind": "hang"}]) as server:
+
+        async def main():
+            async with dispatching([server], request_timeout_seconds=0.2) as d:
+                got = await d.generate(PROMPT, SamplingParams(6, seed=1), "p#0")
+                assert d.counts.retries == 1
+                return got
+
+        assert_sampled(asyncio.run(main()), PROMPT, 6, 1)
+        assert "/abort_request" in server.state()["calls"]
+
+
+def test_retries_are_used_up_with_one_clear_error():
+    with FakeServer(faults=[{"kind": "status", "status": 503, "times": -1}]) as server:
+
+        async def main():
+            async with dispatching([server], num_retries=2) as d:
+                await d.generate(PROMPT, SamplingParams(6), "p#0")
+
+        with pytest.raises(RolloutError, match=r"request p#0 \(after 2 retries\): .*status 503"):
+            asyncio.run(main())
+        assert server.state()["counts"]["/generate"] == 3
+
+
+def test_cancelling_aborts_at_the_server_that_has_the_request():
+    """Pitfall 2."""
+    with FakeServer(SLOW) as a, FakeServer(SLOW) as b:
+
+        async def main():
+            async with dispatching([a, b]) as d:
+                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(10_000), "p#0"))
+                await until(lambda: d.pool.num_running == 1)
+                await until(lambda: a.call(lambda app: len(app.state.running)) == 1)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                assert d.num_in_flight == d.pool.num_running == 0
+                await until(lambda: not a.call(lambda app: len(app.state.running)))
+
+        asyncio.run(main())
+        assert "/abort_request" in a.state()["calls"]
+        assert "/abort_request" not in b.state()["calls"]
+
+
+def test_an_abort_by_name_returns_what_is_there():
+    with FakeServer(SLOW) as server:
+
+        async def main():
+            async with dispatching([server]) as d:
+                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(10_000, seed=3), "p#0"))
+                await until(lambda: d.pool.num_running == 1)
+                await asyncio.sleep(0.1)
+                await d.abort("p#0")
+                await d.abort("unknown#0")
+                return await task
+
+        got = asyncio.run(main())
+        assert got.finish_reason == "abort"
+        assert_sampled(got, PROMPT, len(got.token_ids), 3)
+
+
+@pytest.mark.parametrize("aborts", [1, 2])
+@pytest.mark.parametrize("budget", [1, 3, 10])
+def test_a_resumed_request_asks_for_the_rest_of_its_budget(budget, aborts):
+    """BUGS 26: never more than the budget, and all parts of equal length, however often it was cut off."""
+    with FakeServer(SLOW) as server:
+
+        async def main():
+            async with dispatching([server]) as d:
+                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(budget, seed=3), "p#0"))
+                for _ in range(aborts):
+                    await asyncio.sleep(random.uniform(0.0, 0.05))
+                    await d.pause("abort")
+                    await d.resume()
+                return await task
+
+        got = asyncio.run(main())
+        assert got.finish_reason == "length"
+        assert_sampled(got, PROMPT, budget, 3)
+
+
+def test_without_resuming_the_part_is_the_answer():
+    with FakeServer(SLOW) as server:
+
+        async def main():
+            async with dispatching([server], resume_aborted=False) as d:
+                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(1000, seed=3), "p#0"))
+                await until(lambda: d.pool.num_running == 1)
+                await asyncio.sleep(0.1)
+                await d.pause("abort")
+                await d.resume()
+                return await task
+
+        got = asyncio.run(main())
+        assert got.finish_reason == "abort"
+        assert_sampled(got, PROMPT, len(got.token_ids), 3)
+
+
+@pytest.mark.parametrize(("context", "left"), [(4, None), (5, None), (6, 1), (8, 3)])
+def test_a_prompt_that_fills_the_context_asks_for_nothing(context, left):
+    """BUGS 28."""
+    with FakeServer() as server:
+
+        async def main():
+            async with dispatching([server]) as d:
+                d._context_length = context
+                return await d.generate(PROMPT, SamplingParams(9, seed=1), "p#0")
+
+        if left is None:
+            with pytest.raises(RolloutError, match=f"leaves no room in a context of {context}; nothing was asked"):
+                asyncio.run(main())
+            assert "/generate" not in server.state()["counts"]
+        else:
+            assert len(asyncio.run(main()).token_ids) == left
+
+
+def test_a_group_stays_together_until_its_lane_is_too_full():
+    with FakeServer(SLOW) as a, FakeServer(SLOW) as b:
+
+        async def main(slack: int):
+            async with dispatching([a, b], affinity_slack=slack) as d:
+                calls = [d.generate(PROMPT, SamplingParams(3, seed=i), f"p#{i}") for i in range(8)]
+                await asyncio.gather(*calls)
+                return sorted(member.num_answers for member in d.pool.members)
+
+        assert asyncio.run(main(8)) == [0, 8]
+        assert asyncio.run(main(2)) == [3, 5]
+        assert asyncio.run(main(0)) == [4, 4]
+
+
+def test_ranks_of_one_server_share_the_load_and_are_named():
+    with FakeServer(FakeEngineConfig(data_size=4, token_seconds=0.01)) as server:
+
+        async def main():
+            async with dispatching([server], affinity_slack=0) as d:
+                d.pool.set_ranks(d.pool.members[0], 4)
+                calls = [
+                    asyncio.create_task(d.generate(PROMPT, SamplingParams(20, seed=i), f"p#{i}")) for i in range(8)
+                ]
+                await until(lambda: server.call(lambda app: len(app.state.running)) == 8)
+                ranks = server.call(lambda app: [one.data_rank for one in app.state.running.values()])
+                await asyncio.gather(*calls)
+                return Counter(ranks)
+
+        assert asyncio.run(main()) == {0: 2, 1: 2, 2: 2, 3: 2}
+
+
+def test_a_restarted_server_serves_only_after_its_weights_came_again():
+    """Pitfall 25: version 5 was published; a server that was started anew has those of its start."""
+    with FakeServer() as server:
+        server.call(lambda app: app.state.note_update(b"", "5"))
+        replayed = []
+
+        async def replay(client):
+            replayed.append(client.index)
+            server.call(lambda app: app.state.note_update(b"", "5"))
+            return True
+
+        async def main():
+            async with dispatching([server], watch=True, replay=replay) as d:
+                d.policy_version = 5
+                first = await d.generate(PROMPT, SamplingParams(4, seed=1), "p#0")
+                server.restart(0.1)
+                return first, await d.generate(PROMPT, SamplingParams(4, seed=1), "p#1")
+
+        for got in asyncio.run(main()):
+            assert_sampled(got, PROMPT, 4, 1, label="5")
+        assert replayed
+        assert server.state()["num_restarts"] == 1
+
+
+def test_what_waits_fails_when_no_server_comes_back():
+    with FakeServer(
+        faults=[{"kind": "drop", "times": -1}, {"kind": "drop", "endpoint": "/health", "times": -1}]
+    ) as bad:
+
+        async def main():
+            async with dispatching([bad], watch=True) as d:
+                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(4), "p#0"))
+                await until(lambda: d.pool.num_waiting == 1)
+                d.pool.fail(RolloutError("no server was fit"))
+                await task
+
+        with pytest.raises(RolloutError, match="no server was fit"):
+            asyncio.run(main())
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_over_an_update_every_token_says_who_sampled_it_and_every_row_who_made_it(mode):
+    """Pitfall 21, for each pause mode: tokens, logprobs and routes are held to the version that the spans name."""
+    with FakeServer(SLOW) as server:
+
+        async def main():
+            async with dispatching([server]) as d:
+                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(20, seed=3), "p#0"))
+                await until(lambda: server.call(lambda app: len(app.state.running)) == 1)
+                await asyncio.sleep(0.08)
+                await d.pause(mode)
+                server.call(lambda app: app.state.note_update(b"", "1"))
+                d.policy_version = 1
+                await d.resume()
+                return await task
+
+        got = asyncio.run(main())
+    assert [version for _, _, version in got.version_spans] == [0, 1]
+    cut = got.version_spans[0][1]
+    assert len(got.token_ids) == len(got.logprobs) == got.version_spans[-1][1] == 20
+    old_ids, old_logprobs, old_routes = should_sample(PROMPT, 20, seed=3)
+    new_ids, new_logprobs, _ = should_sample(PROMPT, 20, seed=3, label="1")
+    np.testing.assert_array_equal(got.token_ids, np.concatenate([old_ids[:cut], new_ids[cut:]]))
+    np.testing.assert_allclose(got.logprobs, np.concatenate([old_logprobs[:cut], new_logprobs[cut:]]), rtol=1e-6)
+    assert got.routed_experts is not None
+    rows = got.routed_experts.open()
+    assert len(rows) == 5 + 20 - 1
+    is_old = (rows[: 5 + cut - 1] == old_routes[: 5 + cut - 1]).all()
+    if mode == "retract":
+        assert not is_old
+        assert got.first_true_route == 5 + cut - 1
+    else:
+        assert is_old
+        assert got.first_true_route == 0
+
+
+def test_a_dispatcher_needs_servers():
+    async def main():
+        async with dispatching([]):
+            pass
+
+    with pytest.raises(RolloutError, match=r"set rollout.engine.urls"):
+        asyncio.run(main())
+    assert EXPECTED.vocab_size == 320
