@@ -133,6 +133,6 @@ class VersionFolder:
     @staticmethod
     def _unwritable(path: Path, error: OSError) -> WeightSyncError:
         return WeightSyncError(
-            f"{path} cannot be written ({error.strerror}); make room, or set rollout.engine.weights_folder to another "
+            f"{path} cannot be written ({error.strerror}); make room, or set weight_sync.folder to another "
             "folder that trainer and servers share"
         )

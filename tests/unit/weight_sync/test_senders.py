@@ -227,7 +227,7 @@ def test_a_disk_that_refuses_says_where_and_what_to_do(place):
     place.folder.write_text("a file where the folder should be")
 
     async def run():
-        with pytest.raises(WeightSyncError, match=r"weights/staging-1/.* cannot be written .*weights_folder"):
+        with pytest.raises(WeightSyncError, match=r"weights/staging-1/.* cannot be written .*weight_sync.folder"):
             await make("disk", place).send(buckets(policy(1), 1)[0], [])
 
     asyncio.run(run())
