@@ -5,17 +5,24 @@ One process of SGLang's environment answers all (its import takes half a minute)
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
-import sglang_inside
 import torch
 from safetensors.torch import save_file
+from sglang_process import inside
 
-from moerl.rollout.sglang.arguments import SglangServerConfig, arguments, faults
-from moerl.rollout.sglang.servers import server_environment
+from moerl.rollout.sglang.arguments import (
+    ALIASES,
+    FLAGS,
+    NOT_WITH_ROUTES,
+    OURS,
+    SWITCHED_OFF,
+    SWITCHES,
+    SglangServerConfig,
+    arguments,
+    faults,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = ROOT / "configs" / "demo" / "policy"
@@ -105,20 +112,6 @@ BUCKETS = [
 """Of one format, of two, and of such sizes that nothing behind the first is aligned."""
 
 
-def inside(python, asked):
-    """The answers of `tests/shared/sglang_inside.py`."""
-    done = subprocess.run(
-        [python, sglang_inside.__file__],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        env=server_environment("cpu", 1),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def answers(python, tmp_path_factory):
     folder = tmp_path_factory.mktemp("buckets")
@@ -157,6 +150,11 @@ def test_the_parser_does_refuse(answers):
 def test_what_sglang_lets_through_we_refuse(answers):
     assert "error" not in answers["lines"][-1], "SGLang refuses this now: our own rule could go"
     assert list(faults(SglangServerConfig(tensor=2, expert=4), has_cuda=True, returns_routes=False))
+
+
+def test_every_flag_that_we_name_is_one(answers):
+    named = {*FLAGS.values(), *SWITCHES.values(), *SWITCHED_OFF.values(), *ALIASES, *OURS, *NOT_WITH_ROUTES}
+    assert named - set(answers["flags"]) == set()
 
 
 @pytest.mark.parametrize("place", range(len(BUCKETS)))

@@ -6,6 +6,7 @@ otherwise, the test that says so fails.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -25,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 POLICY = ROOT / "configs" / "demo" / "policy"
 PROMPT = [11, 14, 10, 15, 9, 14, 13, 18, 21]
 PROMPTS = [PROMPT, [9, 14, 5, 15, 10, 18, 21], [2, 5], [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15] * 6]
-TOLERANCE = 2e-5
-"""Of a logprob in float32; the largest gap seen was a fifth of it."""
+TOLERANCE = 5e-5
+"""Of a logprob in float32; the largest gap seen was a fifth of it, 1.0e-5 (TP2 x EP2, T=0.7)."""
 
 pytestmark = pytest.mark.slow
 
@@ -296,28 +297,30 @@ def test_the_key_is_not_in_the_log(servers):
     assert server.admin_key not in log
 
 
+def process_table():
+    """Id -> (parent, command line) of what this user may see; processes that end meanwhile are left out."""
+    table = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            table[int(folder.name)] = (int((folder / "stat").read_text().rpartition(")")[2].split()[1]), line)
+    return table
+
+
 def processes_of(servers, name):
-    """Ids of this server's processes whose title has `name`."""
-    port = servers.servers[0].url.rpartition(":")[2]
-    lines = {
-        int(path.parent.name): path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-    }
-    (main,) = [pid for pid, line in lines.items() if "sglang.launch_server" in line and f"--port {port} " in line]
-    found = []
-    for pid, line in lines.items():
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        if (pid == main and name == "main") or (parent == main and name in line):
-            found.append(pid)
-    return found
+    """Ids of this server's process (`main`), or of those of its own whose title has `name`."""
+    table, port = process_table(), servers.servers[0].url.rpartition(":")[2]
+    (main,) = [pid for pid, (_, line) in table.items() if "sglang.launch_server" in line and f"--port {port} " in line]
+    return (
+        [main] if name == "main" else [pid for pid, (parent, line) in table.items() if parent == main and name in line]
+    )
 
 
-@pytest.mark.parametrize("name", ["scheduler", "main"])
-def test_a_killed_server_is_found_and_comes_back(servers, oracle, other, name):
-    """Last in this file: a restart takes as long as a start."""
+def test_a_killed_server_is_found_and_comes_back(servers, oracle, other):
+    """A scheduler or the server itself, one in each layout: a restart takes as long as a start."""
     talk = Talk(servers.servers[0])
     talk.load(other, 5)
-    victims = processes_of(servers, name)
+    victims = processes_of(servers, "main" if "--tp-size" in servers.command(0) else "scheduler")
     assert victims
     os.kill(victims[0], signal.SIGKILL)
     end = time.monotonic() + 120

@@ -1,7 +1,7 @@
 """Run by the Python of SGLang's environment, which has no moerl: what SGLang itself says of our lines and buckets.
 
 Standard input: JSON `{"lines": [argv, ...], "payloads": [[class name, body], ...], "buckets": folder}`; the last line
-of standard output: the same with answers.
+of standard output: the same with answers, and `flags`, all that SGLang's parser knows.
 """
 
 from __future__ import annotations
@@ -26,21 +26,36 @@ def resolved(argv):
         return {"error": f"{type(error).__name__}: {error}"}
 
 
+def flags():
+    """Every spelling that the parser knows."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return sorted(parser._option_string_actions)
+
+
 def parsed(name, body):
-    """A request class of SGLang made of a payload: its fields, or the error."""
+    """A request class of SGLang made of a payload: keys that it lacks, its fields as text; or the error."""
     import msgspec
     from sglang.srt.managers import io_struct
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
     kind = getattr(io_struct, name)
+    fields = getattr(kind, "__struct_fields__", None) or kind.__dataclass_fields__
+    unknown = sorted(set(body) - set(fields))
     try:
         if name == "GenerateReqInput":
             made = kind(**body)
             made.normalize_batch_and_arguments()
-            return {"fields": {key: str(getattr(made, key)) for key in body}}
-        made = msgspec.convert(body, kind, strict=False)
-        return {"fields": {key: str(getattr(made, key)) for key in body}}
+            sampling = SamplingParams(**body["sampling_params"])
+            sampling.normalize(None)
+            sampling.verify(32000)
+        else:
+            made = msgspec.convert(body, kind)
+        return {"unknown": unknown, "fields": {key: str(getattr(made, key)) for key in body}}
     except Exception as error:  # noqa: BLE001  whatever SGLang raises is the answer
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"unknown": unknown, "error": f"{type(error).__name__}: {error}"}
 
 
 def round_trip(path):
@@ -75,6 +90,7 @@ def round_trip(path):
 def main():
     asked = json.load(sys.stdin)
     answers = {
+        "flags": flags(),
         "lines": [resolved(argv) for argv in asked.get("lines", ())],
         "payloads": [parsed(name, body) for name, body in asked.get("payloads", ())],
         "buckets": [round_trip(path) for path in sorted(Path(asked["buckets"]).glob("*.safetensors"))]

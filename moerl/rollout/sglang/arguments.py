@@ -74,7 +74,6 @@ OURS = (
 )
 """Arguments that moerl sets itself, and those that would bypass its key."""
 NOT_WITH_ROUTES = {
-    "--enable-hierarchical-cache": "routes of a prefix that comes back from its host tier are stale",
     "--speculative-algorithm": "its draft model's router is captured in the place of layer 0's in some versions",
     "--speculative-algo": "its draft model's router is captured in the place of layer 0's in some versions",
 }
@@ -272,15 +271,17 @@ def _cpu_faults(config: SglangServerConfig) -> Iterator[str]:
 
 
 def _extra_faults(extra: list[str], returns_routes: bool) -> Iterator[str]:
+    fields_of = {flag: name for table in (FLAGS, SWITCHES, SWITCHED_OFF) for name, flag in table.items()} | ALIASES
     for argument in extra:
         flag = argument.split("=", 1)[0].replace("_", "-")
         if not flag.startswith("--"):
             continue
-        if flag in OURS:
+        # argparse takes the beginning of a word for the word
+        field_name = fields_of.get(flag) or next((fields_of[word] for word in fields_of if word.startswith(flag)), None)
+        if any(word.startswith(flag) for word in OURS):
             yield f"{WHERE}.extra_args has {flag}, which moerl sets itself; remove it"
-        elif flag in FLAGS.values() or flag in SWITCHES.values() or flag in SWITCHED_OFF.values():
-            name = next(n for t in (FLAGS, SWITCHES, SWITCHED_OFF) for n, f in t.items() if f == flag)
-            yield f"{WHERE}.extra_args has {flag}; set {WHERE}.{name} instead"
+        elif field_name:
+            yield f"{WHERE}.extra_args has {flag}; set {WHERE}.{field_name} instead"
         elif flag in NOT_WITH_ROUTES and returns_routes:
             yield f"{WHERE}.extra_args has {flag}, but with routes (R3) it must not: {NOT_WITH_ROUTES[flag]}"
 
@@ -336,6 +337,17 @@ SWITCHED_OFF = {
     "cuda_graph": "--disable-cuda-graph",
 }
 """Field -> argument that turns it off."""
+ALIASES = {
+    "--tensor-parallel-size": "tensor",
+    "--expert-parallel-size": "expert",
+    "--ep": "expert",
+    "--attention-data-parallel-size": "attention_data",
+    "--enable-dp-attention": "attention_data",
+    "--pipeline-parallel-size": "pipeline",
+    "--dp-size": "num_servers",
+    "--data-parallel-size": "num_servers",
+}
+"""Other spellings -> field."""
 ALWAYS = ("log_level", "watchdog_seconds")
 """Said also where they are the default, which is not SGLang's."""
 

@@ -41,9 +41,11 @@ PORT_SECONDS = 10.0
 FOREIGN_VARIABLES = (
     *("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
     *("LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_USE_CPU_ENGINE"),
 )
-"""Of the trainer's Python and its launcher; they would mislead a server."""
-FOREIGN_PREFIXES = ("TORCHELASTIC_", "SGLANG_")
+"""Of the trainer's Python and its launcher, which would mislead a server; and what would change its arithmetic: with
+the first of the two logprobs leave the temperature out."""
+FOREIGN_PREFIXES = ("TORCHELASTIC_",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,7 @@ class _Reader:
 
     def _read_ids(self) -> np.ndarray:
         values = self._answer.get("output_ids")
-        if not isinstance(values, list) or not all(type(value) is int for value in values):
+        if not isinstance(values, list) or not set(map(type, values)) <= {int}:
             self._bad("output_ids is no list of token ids")
         params, count = self._request.params, len(values)
         if count == 0 and self._finish != "abort":
@@ -255,9 +255,9 @@ class _Reader:
 
     def _check_stop(self, values: list[int]) -> None:
         stops = self._request.params.stop_token_ids
-        early = [value for value in values[:-1] if value in stops]
-        if early:
-            self._bad(f"stop token {early[0]} stands before the end: the server ignored stop_token_ids")
+        if stops and not set(stops).isdisjoint(values[:-1]):
+            early = next(value for value in values if value in stops)
+            self._bad(f"stop token {early} stands before the end: the server ignored stop_token_ids")
         matched = self._meta["finish_reason"].get("matched")
         if self._finish == "stop" and type(matched) is int and values[-1] != matched:
             self._bad(f"it stopped at token {matched}, but the last of output_ids is {values[-1]}")
@@ -267,7 +267,11 @@ class _Reader:
         if triples is None and len(ids):
             self._bad("no output_token_logprobs: the server or a router before it ignored return_logprob")
         triples = triples or []
-        if not isinstance(triples, list) or not all(isinstance(one, list) and len(one) >= 2 for one in triples):
+        if (
+            not isinstance(triples, list)
+            or not set(map(type, triples)) <= {list}
+            or min(map(len, triples), default=2) < 2
+        ):
             self._bad("output_token_logprobs is no list of [logprob, token id, text]")
         if len(triples) != len(ids):
             self._bad(f"{len(triples)} logprobs for {len(ids)} tokens")
@@ -286,12 +290,19 @@ class _Reader:
                     "no output_token_sampling_logprobs of every token: the server ignored return_sampling_mask, and "
                     "without it the logprob of what top-p and top-k sampled is not known; set top_p=1 and top_k=0"
                 )
-        wrong = [
-            i for i, v in enumerate(values) if not isinstance(v, float | int) or not -math.inf < v <= _HIGHEST_LOGPROB
-        ]
-        if wrong:
-            self._bad(f"logprob {wrong[0]} is {values[wrong[0]]!r}, but each must be a finite number of at most 0")
-        return np.minimum(np.array(values, dtype=np.float32), 0.0)
+        return self._finite(values)
+
+    def _finite(self, values: list[Any]) -> np.ndarray:
+        """[s] float32 of numbers that are log-probabilities."""
+        try:
+            found = np.array(values, dtype=np.float64)
+        except (TypeError, ValueError):
+            found = np.array([value if isinstance(value, float | int) else math.nan for value in values])
+        right = np.isfinite(found) & (found <= _HIGHEST_LOGPROB)
+        if not right.all():
+            place = int(right.argmin())
+            self._bad(f"logprob {place} is {values[place]!r}, but each must be a finite number of at most 0")
+        return np.minimum(found, 0.0).astype(np.float32)
 
     def _read_routes(self, count: int) -> np.ndarray | None:
         start, layout = self._request.routes_from, self._expected.layout

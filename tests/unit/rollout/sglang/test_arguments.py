@@ -71,6 +71,10 @@ BAD = {
     "key": ({"extra_args": ["--admin-api-key", "x"]}, "extra_args has --admin-api-key, which moerl sets itself"),
     "config": ({"extra_args": ["--config=a.yaml"]}, "extra_args has --config, which moerl sets itself"),
     "twice": ({"extra_args": ["--tp-size", "2"]}, "extra_args has --tp-size; set rollout.engine.servers.tensor"),
+    "beginning of ours": ({"extra_args": ["--admin-api", "x"]}, "extra_args has --admin-api, which moerl sets itself"),
+    "beginning": ({"extra_args": ["--tens", "2"]}, "extra_args has --tens; set rollout.engine.servers.tensor instead"),
+    "alias": ({"extra_args": ["--ep=4"]}, "extra_args has --ep; set rollout.engine.servers.expert instead"),
+    "replicas": ({"extra_args": ["--dp-size", "2"]}, "set rollout.engine.servers.num_servers instead"),
     "underscores": ({"extra_args": ["--ep_size", "2"]}, "extra_args has --ep-size; set rollout.engine.servers.expert"),
 }
 

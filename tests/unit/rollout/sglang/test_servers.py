@@ -248,11 +248,13 @@ def test_faults_of_the_configuration_come_first(tmp_path, model):
 
 
 def test_the_environment_of_a_server(monkeypatch):
-    for name in ("PYTHONPATH", "RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SGLANG_SOMETHING"):
+    foreign = {"PYTHONPATH", "RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SGLANG_RETURN_ORIGINAL_LOGPROB"}
+    for name in foreign | {"SGLANG_SOMETHING"}:
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     cuda = server_environment("cuda", 1)
-    assert not {"PYTHONPATH", "RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SGLANG_SOMETHING"} & set(cuda)
+    assert not foreign & set(cuda)
+    assert cuda["SGLANG_SOMETHING"] == "x", "what tunes the library is the user's"
     assert cuda["CUDA_VISIBLE_DEVICES"] == "3"
     assert cuda["HF_HUB_OFFLINE"] == "1"
     assert "SGLANG_USE_CPU_ENGINE" not in cuda, "nothing of the shim where CUDA is there"
