@@ -18,6 +18,7 @@ import torch
 
 from moerl.algorithms.filtering import Filters
 from moerl.build_rollout import Data, RolloutSide, build_buffer, build_evaluator
+from moerl.build_weights import build_precision, build_publisher
 from moerl.checkpoint import Checkpoint
 from moerl.config.load import as_dict
 from moerl.config.schema import RunConfig
@@ -26,9 +27,7 @@ from moerl.data.dump import save_step_batch
 from moerl.evaluate import Evaluator
 from moerl.mcore.policy import MegatronPolicy
 from moerl.metrics import Metrics, merge_into
-from moerl.models.family import family_of
 from moerl.models.flops import peak_flops
-from moerl.models.hf_folder import read_config
 from moerl.probe import probe_samples
 from moerl.protocols import Rollouts, Team
 from moerl.records import Records, RecordSettings
@@ -37,7 +36,6 @@ from moerl.telemetry.progress import Progress
 from moerl.telemetry.sinks import JsonlSink, LoadSink, Nowhere, PassRateSink, Sinks, WandbSink
 from moerl.telemetry.timers import Timers
 from moerl.types import RolloutGroup, Sample, SamplingParams
-from moerl.weight_sync.publisher import Publisher
 from moerl.weight_sync.transport import transports
 
 
@@ -121,15 +119,14 @@ class NoRollouts:
 def _publishing(cfg: RunConfig, side: RolloutSide, policy: MegatronPolicy) -> Iterator[Callable[[], Metrics]]:
     plugin, transport_cfg = transports.resolve(cfg.weight_sync.transport, where="weight_sync.transport")
     transport = plugin.target(transport_cfg)
-    hf = read_config(cfg.model.path)
-    names = {name for rule in family_of(hf, cfg.model.family).weight_rules(hf) for name in rule.hf_names}
-    publisher = Publisher(side.engines, transport, cfg.weight_sync.bucket_bytes, expected_names=names)
+    precision = build_precision(cfg)
+    publisher = build_publisher(cfg, side.engines, transport, precision)
     with asyncio.Runner() as runner, contextlib.closing(transport):
 
         def publish() -> Metrics:
             if policy.version == publisher.version:
                 return {}  # the engines have these weights
-            return runner.run(publisher.publish(policy.export(), policy.version))
+            return runner.run(publisher.publish(precision.apply(policy.export()), policy.version))
 
         yield publish
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from moerl.algorithms.filtering import Filters
 from moerl.algorithms.objective import build_objective
 from moerl.build_answers import answer_reader, reward_section
+from moerl.build_weights import weight_sender
 from moerl.config.schema import DatasetConfig, RunConfig
 from moerl.curriculum import Curriculum, LogVisits
 from moerl.data.chat import ChatTokenizer
@@ -181,6 +182,8 @@ def build_rollout_side(cfg: RunConfig, data: Data, *, load_weights: bool = False
         injected["completions"] = _completions(data.train)
     if "served_model" in plugin.traits["injects"]:
         injected["served_model"] = served_model(cfg, model)
+    if "sender" in plugin.traits["injects"]:
+        injected["sender"] = weight_sender(cfg)
     train_engine: RolloutEngine = plugin.target(engine_cfg, **injected)
     eval_engine = train_engine
     if is_supervised(cfg):

@@ -49,7 +49,7 @@ def check_plugins(cfg: RunConfig) -> None:
         except ConfigError as error:
             problems.append(str(error))
     if not problems:
-        problems += [*_engine_rules(cfg), *_environment_rules(cfg)]
+        problems += [*_engine_rules(cfg), *_environment_rules(cfg), *_weight_rules(cfg)]
     if problems:
         raise ConfigError(*problems)
 
@@ -90,6 +90,48 @@ def _environment_rules(cfg: RunConfig) -> list[str]:
             "completions of the task as it is; use single_turn"
         )
     return found
+
+
+def _weight_rules(cfg: RunConfig) -> list[str]:
+    """Whether the transport reaches the engine's model."""
+    from moerl.rollout.engine import engines
+    from moerl.weight_sync.transport import transports
+
+    engine, engine_cfg = engines.resolve(cfg.rollout.engine, where="rollout.engine")
+    transport, transport_cfg = transports.resolve(cfg.weight_sync.transport, where="weight_sync.transport")
+    is_remote = "sender" in engine.traits["injects"]
+    if is_remote != ("sender" in transport.traits):
+        fitting = [name for name in transports.names() if ("sender" in transports.get(name).traits) == is_remote]
+        place = "in other processes" if is_remote else "in the trainer's own process"
+        return [
+            f"weight_sync.transport={transport.name} does not reach rollout.engine={engine.name}, whose model is {place}; "
+            f"set it to {' or '.join(fitting)}"
+        ]
+    if not is_remote:
+        if cfg.weight_sync.precision == "as_is":
+            return []
+        return [
+            f"weight_sync.precision={cfg.weight_sync.precision} is for servers in other processes; with "
+            f"rollout.engine={engine.name} leave it as_is (rollout.engine.precision says how it computes)"
+        ]
+    far = [url for url in getattr(engine_cfg, "urls", []) if not _is_here(url)]
+    if far and transport.name == "tensor":
+        return [
+            f"weight_sync.transport=tensor hands over this machine's memory, but {far[0]} is not on it; use distributed, "
+            "or disk with a folder that both see"
+        ]
+    if far and transport.name == "distributed" and _is_here(f"//{transport_cfg.address}"):
+        return [
+            f"weight_sync.transport.address is {transport_cfg.address}, which {far[0]} cannot reach; set it to this "
+            "machine's address as the servers see it"
+        ]
+    return []
+
+
+def _is_here(url: str) -> bool:
+    from urllib.parse import urlsplit
+
+    return urlsplit(url).hostname in {"127.0.0.1", "localhost", "::1"}
 
 
 def _anything(env_cfg: Any) -> tuple[str, ...]:

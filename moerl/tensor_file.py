@@ -197,10 +197,14 @@ class TensorFile:
 class TensorFileWriter:
     """A file whose tensors are known by name before the first of them is there; `with` it, and `add` them in order."""
 
-    def __init__(self, path: Path, tensors: Sequence[Described]) -> None:
-        """`tensors` in the order in which they come."""
+    def __init__(self, path: Path, tensors: Sequence[Described], *, is_lasting: bool = True) -> None:
+        """`tensors` in the order in which they come.
+
+        `is_lasting` False: a file that only has to be there while the run lives is neither summed nor flushed.
+        """
         self._path = path
         self._expected = list(tensors)
+        self._is_lasting = is_lasting
         self._count = 0
         self._digest = hashlib.sha256()
 
@@ -229,7 +233,8 @@ class TensorFileWriter:
             if error is None:
                 if self._count != len(self._expected):
                     raise CheckpointError(f"{self._path}: {self._expected[self._count].name} never came")
-                os.fsync(self._file.fileno())
+                if self._is_lasting:
+                    os.fsync(self._file.fileno())
 
     def add(self, tensor: Tensor) -> None:
         """The next tensor.
@@ -248,11 +253,12 @@ class TensorFileWriter:
             self._write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data.cast("B"))
 
     def sum(self) -> dict[str, Any]:
-        """Size and SHA-256 of what was written."""
+        """Size and SHA-256 of what was written, if it is lasting."""
         return {"bytes": self._path.stat().st_size, "sha256": self._digest.hexdigest()}
 
     def _write(self, data: memoryview) -> None:
-        self._digest.update(data)
+        if self._is_lasting:
+            self._digest.update(data)
         done = 0
         while done < len(data):
             done += self._file.write(data[done:]) or 0

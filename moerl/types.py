@@ -356,8 +356,8 @@ class WeightBucket:
     tensors: Sequence[tuple[str, Tensor]]
     """(Hugging Face name, tensor)."""
     is_last: bool
-    checksum: str
-    """Of this bucket's names, dtypes, shapes and bytes."""
+    checksum: str | None
+    """Of this bucket's names, dtypes, shapes and bytes; None where it is read in the memory where it was made."""
 
 
 @dataclass(frozen=True, slots=True)

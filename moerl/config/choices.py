@@ -22,6 +22,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "data.on_long_prompt": ("skip", "refuse"),
     "optim.name": ("adam", "sgd"),
     "optim.schedule": ("constant", "linear", "cosine"),
+    "weight_sync.precision": ("as_is", "bf16", "fp8_block"),
     "checkpoint.on_corrupt": ("refuse", "previous"),
     "checkpoint.export_dtype": ("fp32", "bf16"),
     "telemetry.progress": ("auto", "live", "plain", "off"),

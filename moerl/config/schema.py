@@ -319,6 +319,10 @@ class WeightSyncSection:
 
     transport: dict[str, Any] = plugin("weight transport", "in_process")
     bucket_bytes: int = 268_435_456
+    precision: str = "as_is"
+    """Of what servers are sent: `as_is` (the trainer's own), `bf16`, or `fp8_block` (as the FP8 folder they serve)."""
+    folder: str = ""
+    """Where versions are written for servers, which see it under the same path; empty: in the run's folder."""
 
 
 @dataclass

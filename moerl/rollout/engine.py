@@ -8,7 +8,8 @@ An engine is one class under `rollout/engines/` that keeps `moerl.protocols.Roll
 
 `injects` names the keyword arguments that `build.py` hands over beside the config: `sampler` (a `TextSampler`),
 `completions` (prompt id -> the file's own token ids), `policy_version` (of the weights it starts with), `served_model`
-(a `ServedModel`, for engines whose model is in other processes).
+(a `ServedModel`, for engines whose model is in other processes), `sender` (what brings weights to those: see
+`moerl/weight_sync/transport.py`).
 
 Capabilities are traits beside it: `returns_topk=True` promises that a completion carries `top_logprobs` where
 `SamplingParams.top_logprobs` asks for them. What a configuration needs and the engine does not promise is refused when

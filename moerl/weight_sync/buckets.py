@@ -17,6 +17,7 @@ def make_buckets(
     version: int,
     bucket_bytes: int,
     expected_names: Collection[str] | None = None,
+    is_summed: bool = True,
 ) -> Iterator[WeightBucket]:
     """Cut the stream, in its order, into buckets of at most `bucket_bytes`; a tensor above that travels alone.
 
@@ -28,6 +29,7 @@ def make_buckets(
         version: the policy version that the last bucket raises the engine to.
         bucket_bytes: at least 1.
         expected_names: the exact set of names that the engines need; None does not check.
+        is_summed: give each bucket its checksum.
 
     Raises:
         WeightSyncError: no tensors, a name came twice, or the names are not the expected ones (missing and unexpected).
@@ -42,7 +44,7 @@ def make_buckets(
             )
         seen.add(name)
         if pending and pending_bytes + tensor.nbytes > bucket_bytes:
-            yield WeightBucket(version, tuple(pending), is_last=False, checksum=checksum(pending))
+            yield WeightBucket(version, tuple(pending), False, checksum(pending) if is_summed else None)
             pending, pending_bytes = [], 0
         pending.append((name, tensor))
         pending_bytes += tensor.nbytes
@@ -50,7 +52,7 @@ def make_buckets(
         raise WeightSyncError(f"the update to version {version} has no tensors; export the policy's weights")
     if expected_names is not None:
         _check_names(seen, frozenset(expected_names), version)
-    yield WeightBucket(version, tuple(pending), is_last=True, checksum=checksum(pending))
+    yield WeightBucket(version, tuple(pending), True, checksum(pending) if is_summed else None)
 
 
 def _check_names(seen: set[str], expected: frozenset[str], version: int) -> None:

@@ -32,8 +32,18 @@ class Publisher:
         bucket_bytes: int,
         *,
         expected_names: Collection[str] | None = None,
+        is_summed: bool = True,
     ) -> None:
-        """`expected_names`: exactly the names that every update must have; None leaves that to the engines.
+        """What is published, and to whom.
+
+        Args:
+            engines: all that need the policy.
+            transport: brings them the buckets.
+            bucket_bytes: of one bucket.
+            expected_names: exactly the names that every update must have; None leaves that to the engines.
+            is_summed: buckets carry checksums. SHA-256 of both sides takes longer than the copy itself, so transports
+                out of this process, which read a bucket where it was made and compare the servers' own checksums, go
+                without.
 
         Raises:
             ConfigError: no engines, or a bucket of no bytes.
@@ -45,6 +55,7 @@ class Publisher:
         self._engines = tuple(engines)
         self._transport = transport
         self._bucket_bytes = bucket_bytes
+        self._is_summed = is_summed
         self._expected_names = None if expected_names is None else frozenset(expected_names)
         self._lock = asyncio.Lock()
         self.version: int | None = None
@@ -82,7 +93,11 @@ class Publisher:
     async def _stream(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> int:
         num_bytes = 0
         buckets = make_buckets(
-            named_tensors, version=version, bucket_bytes=self._bucket_bytes, expected_names=self._expected_names
+            named_tensors,
+            version=version,
+            bucket_bytes=self._bucket_bytes,
+            expected_names=self._expected_names,
+            is_summed=self._is_summed,
         )
         for number, bucket in enumerate(buckets):
             try:

@@ -24,7 +24,7 @@ OWNERS = {
     "sglang": ("moerl/rollout/engines/sglang_engine.py",),
     "wandb": ("moerl/telemetry/sinks.py",),
     "omegaconf": ("moerl/config/load.py", "moerl/config/schema.py", "moerl/registry.py"),
-    "torch.distributed": ("moerl/mcore/",),
+    "torch.distributed": ("moerl/mcore/", "moerl/weight_sync/update_group.py"),
     "math_verify": ("moerl/rewards/judges/",),
     "reasoning_gym": ("moerl/rewards/judges/", "moerl/data/sources/"),
 }

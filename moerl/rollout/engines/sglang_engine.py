@@ -65,8 +65,6 @@ class SglangEngineConfig:
     """Between two health checks of a server."""
     no_server_seconds: float = 600.0
     """How long requests wait while no server is fit."""
-    weights_folder: str = ""
-    """Where weights are handed over, seen by the servers under the same path; empty: in the run's folder."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -85,7 +83,7 @@ class SglangEngineConfig:
             raise ConfigError(*faults)
 
 
-@engines.register("sglang", SglangEngineConfig, injects=("served_model", "policy_version"), returns_topk=True)
+@engines.register("sglang", SglangEngineConfig, injects=("served_model", "policy_version", "sender"), returns_topk=True)
 class SglangEngine:
     """Keeps `RolloutEngine`. May be called from any event loop, and from several threads at once.
 
@@ -98,9 +96,9 @@ class SglangEngine:
         *,
         served_model: ServedModel,
         policy_version: int = 0,
-        sender: WeightSender | None = None,
+        sender: WeightSender,
     ) -> None:
-        """`sender` None: weights go through a folder (`folder_sender.py`).
+        """`sender` is closed with the engine.
 
         Raises:
             ConfigError: neither `urls` nor `servers`, or both; what is wrong with either.
@@ -197,8 +195,7 @@ class SglangEngine:
             self._thread.join()
         if self._launched is not None:
             self._launched.stop()
-        if self._sender is not None:
-            self._sender.close()
+        self._sender.close()
 
     def _find_servers(self) -> Sequence[Server]:
         from moerl.registry import build_dataclass
@@ -240,7 +237,6 @@ class SglangEngine:
         """Launch what is to be launched, and look at every server."""
         from moerl.rollout.sglang.client import ClientTimeouts, SglangClient
         from moerl.rollout.sglang.dispatcher import Dispatcher, DispatchSettings
-        from moerl.rollout.sglang.folder_sender import FolderSender
         from moerl.rollout.sglang.updates import Updates
         from moerl.rollout.sglang.watch import Watch, WatchSettings
         from moerl.rollout.sglang.wire import Expected
@@ -272,9 +268,6 @@ class SglangEngine:
         dispatcher.policy_version = self._first_version
         for member, size in zip(dispatcher.pool.members, ranks, strict=True):
             dispatcher.pool.set_ranks(member, size)
-        if self._sender is None:
-            folder = Path(cfg.weights_folder) if cfg.weights_folder else model.run_folder
-            self._sender = FolderSender(folder / "engine_weights", model.path)
         self._updates = Updates(dispatcher, self._sender, pause_mode=cfg.pause_mode)  # pyright: ignore[reportArgumentType]
         self._watch = Watch(
             dispatcher,

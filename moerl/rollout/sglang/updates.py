@@ -9,6 +9,7 @@ after a failure they serve nothing until a whole update has come.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -18,12 +19,16 @@ from moerl.errors import MoerlError, RolloutError, WeightSyncError
 from moerl.rollout.sglang.client import MemoryTag, PauseMode, SglangClient
 from moerl.rollout.sglang.dispatcher import PAUSED, Dispatcher
 from moerl.rollout.sglang.faults import ServerError
+from moerl.rollout.sglang.pool import Member
 from moerl.types import WeightBucket
 
 logger = logging.getLogger(__name__)
 
 RELEASED, MIXED = "memory is released", "weights are a mixture"
 """Reasons of a shut gate."""
+
+_RECALL_SECONDS = 15.0
+"""For a server that is out to say that it is paused."""
 
 _TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
 
@@ -78,9 +83,11 @@ class Updates:
         self.num_updates = 0
 
     async def pause(self) -> None:
-        """Stop all servers as the mode says; a second pause does nothing."""
+        """Stop all servers as the mode says; a second pause does nothing. Without a fit server the gate alone is shut."""
         if not self._is_paused:
-            await self._dispatcher.pause(self._mode)
+            if self._dispatcher.pool.fit:
+                await self._dispatcher.pause(self._mode)
+            self._dispatcher.pool.shut(PAUSED)
             self._is_paused = True
 
     async def resume(self) -> None:
@@ -88,8 +95,10 @@ class Updates:
         if self._open_version is not None:
             await self._give_up()
         if self._dispatcher.pool.shut_by <= {PAUSED}:
-            await self._dispatcher.resume()
             self._is_paused = False
+            if self._dispatcher.pool.fit:
+                await self._dispatcher.resume()
+            self._dispatcher.pool.open(PAUSED)
 
     async def take(self, bucket: WeightBucket) -> None:
         """One bucket; with the last one the version rises.
@@ -99,11 +108,16 @@ class Updates:
         """
         version = self._dispatcher.policy_version
         try:
+            is_first = self._open_version is None
             self._check(bucket)
             if not self._sender.is_staged and not self._is_paused:
                 await self.pause()
+            if not self._sender.is_staged and is_first:
+                self._dispatcher.pool.shut(MIXED)
+                await self._recall()
             if not self._sender.is_staged:
                 self._dispatcher.pool.shut(MIXED)
+                self._refuse_nobody()
             self._drop(await self._sender.send(bucket, self._clients()))
             if bucket.is_last:
                 await self._commit(bucket.version)
@@ -131,6 +145,11 @@ class Updates:
         """Whether memory was given back and not taken again."""
         return RELEASED in self._dispatcher.pool.shut_by and not self._needs_cache
 
+    @property
+    def is_shut(self) -> bool:
+        """Whether servers hold a part of an update that failed, and serve nothing until a whole one has come."""
+        return MIXED in self._dispatcher.pool.shut_by
+
     async def replay(self, client: SglangClient) -> bool:
         """For the watch: the weights of now, to one server that came back."""
         return await self._sender.replay(client, self._dispatcher.policy_version)
@@ -152,11 +171,12 @@ class Updates:
         was_paused = self._is_paused
         await self.pause()
         self._drop(await self._sender.commit(version, self._clients()))
-        await self._dispatcher.on_each(lambda client: _check_label(client, version), f"take version {version}")
-        if self._needs_cache:
-            await self._dispatcher.on_each(lambda client: client.resume_memory(("kv_cache",)), "take cache memory")
-            self._needs_cache = False
-        await self._dispatcher.on_each(self._flush, "flush its cache")
+        if self._clients():  # a staged version without them waits for those that come back
+            await self._dispatcher.on_each(lambda client: _check_label(client, version), f"take version {version}")
+            if self._needs_cache:
+                await self._dispatcher.on_each(lambda client: client.resume_memory(("kv_cache",)), "take cache memory")
+                self._needs_cache = False
+            await self._dispatcher.on_each(self._flush, "flush its cache")
         self._dispatcher.policy_version = version
         self._open_version, self._names = None, set()
         self.num_updates += 1
@@ -180,6 +200,20 @@ class Updates:
         if MIXED in self._dispatcher.pool.shut_by:
             await self._restore()
 
+    async def _recall(self) -> None:
+        """Servers that are out for want of weights, and answer, get the whole update with the others."""
+
+        async def ask(member: Member) -> None:
+            try:
+                async with asyncio.timeout(_RECALL_SECONDS):
+                    await member.client.pause(self._mode)
+            except (MoerlError, TimeoutError) as error:
+                logger.info("%s stays out of the update (%s)", member.name, error)
+                return
+            self._dispatcher.pool.readmit(member)
+
+        await asyncio.gather(*(ask(member) for member in self._dispatcher.pool.members if member.state == "out"))
+
     async def _restore(self) -> None:
         """Servers that got a part of an update get the last whole one again, or stay shut."""
         for client in self._clients():
@@ -198,6 +232,11 @@ class Updates:
                 self._dispatcher.eject(member, f"it did not take the update ({failures[member.client]})")
         if failures and not self._dispatcher.pool.fit:
             raise RolloutError(f"no server took the update: {next(iter(failures.values()))}")
+
+    def _refuse_nobody(self) -> None:
+        if not self._dispatcher.pool.fit:
+            why = "; ".join(f"{member.name}: {member.why_out}" for member in self._dispatcher.pool.members)
+            raise RolloutError(f"no server is fit to take it: {why}")
 
     def _clients(self) -> list[SglangClient]:
         return [member.client for member in self._dispatcher.pool.fit]

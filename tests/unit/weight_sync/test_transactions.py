@@ -1,0 +1,207 @@
+"""Updates of fake servers over HTTP: every endpoint fails in turn, and no request meets a mixture."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+import torch
+from fake_servers import dispatching, prompt_of, until
+
+from moerl.errors import WeightSyncError
+from moerl.rollout.fake_engine.serving import FakeServer
+from moerl.rollout.fake_engine.settings import FakeEngineConfig
+from moerl.rollout.sglang.updates import Updates
+from moerl.types import SamplingParams
+from moerl.weight_sync.buckets import make_buckets
+from moerl.weight_sync.servers import SenderPlace
+from moerl.weight_sync.transports.disk import DiskConfig, DiskSender
+from moerl.weight_sync.transports.tensor import TensorConfig, TensorSender
+
+PROMPT = prompt_of(5)
+WEIGHTS = {f"layer.{i}.weight": torch.full((4, 4), float(i)) for i in range(5)}
+NUM_BUCKETS = 3
+
+
+@pytest.fixture
+def place(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "torch_dtype": "float32"}))
+    return SenderPlace(tmp_path / "weights", model)
+
+
+def make(kind, place, **options):
+    if kind == "disk":
+        return DiskSender(DiskConfig(check_every=0), place)
+    return TensorSender(TensorConfig(check_every=0, **options), place)
+
+
+@contextlib.asynccontextmanager
+async def updating(servers, sender, *, watch=False):
+    """(dispatcher, updates) as the engine puts them together."""
+    box = []
+
+    async def replay(client):
+        return await box[0].replay(client)
+
+    async with dispatching(servers, watch=watch, replay=replay) as dispatcher:
+        box.append(Updates(dispatcher, sender, pause_mode="abort"))
+        yield dispatcher, box[0]
+        sender.close()
+
+
+async def publish(updates, version):
+    """As `Publisher`: pause, buckets, resume whatever happens."""
+    await updates.pause()
+    try:
+        for bucket in make_buckets(WEIGHTS.items(), version=version, bucket_bytes=128, is_summed=False):
+            await updates.take(bucket)
+    finally:
+        await updates.resume()
+
+
+def asked(dispatcher, name="p#0"):
+    return asyncio.create_task(dispatcher.generate(PROMPT, SamplingParams(3, seed=1), name))
+
+
+async def never(task):
+    done, _ = await asyncio.wait({task}, timeout=0.3)
+    assert not done
+    return task
+
+
+FAULTS = [
+    (kind, endpoint, after, fault)
+    for kind, endpoints in {
+        "disk": [("/update_weights_from_disk", 0)],
+        "tensor": [
+            ("/server_info", 0),
+            ("/update_weights_from_tensor", 0),
+            ("/update_weights_from_tensor", 1),
+            ("/update_weights_from_tensor", NUM_BUCKETS - 1),
+            ("/end_weight_update", 0),
+        ],
+    }.items()
+    for endpoint, after in endpoints
+    for fault in ("refuse", "status", "drop", "drop_after", "no_json", "restart")
+]
+
+
+@pytest.mark.parametrize(("kind", "endpoint", "after", "fault"), FAULTS)
+def test_one_server_that_fails_serves_nothing_until_a_whole_update(kind, endpoint, after, fault, place):
+    rule = {"kind": fault, "endpoint": endpoint, "after": after, "seconds": 0.0}
+    with FakeServer() as server:
+
+        async def main():
+            async with updating([server], make(kind, place), watch=kind == "disk") as (dispatcher, updates):
+                await asked(dispatcher)
+                answered = server.state()["counts"]["/generate"]
+                server.set_faults(rule)
+                with pytest.raises(WeightSyncError, match="update to version 1 failed"):
+                    await publish(updates, 1)
+                assert dispatcher.policy_version == 0
+                if kind == "tensor":
+                    assert updates.is_shut or not dispatcher.pool.fit
+                waiting = await never(asked(dispatcher))
+                assert server.state()["counts"]["/generate"] == answered
+                await publish(updates, 1)
+                got = await asyncio.wait_for(waiting, 20)
+                assert got.version_spans == ((0, 3, 1),)
+                assert server.state()["label"] == "1"
+                assert not server.state()["in_update"]
+
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("endpoint", ["/pause_generation", "/begin_weight_update", "/flush_cache", "/continue_generation"])
+@pytest.mark.parametrize("fault", ["status", "drop", "restart"])
+@pytest.mark.parametrize("kind", ["disk", "tensor"])
+def test_whatever_fails_around_the_buckets_no_old_or_mixed_weights_are_served_as_new(kind, endpoint, fault, place):
+    with FakeServer() as server, FakeServer() as other:
+
+        async def main():
+            async with updating([server, other], make(kind, place), watch=True) as (dispatcher, updates):
+                server.set_faults({"kind": fault, "endpoint": endpoint, "seconds": 0.0, "times": 1})
+                with contextlib.suppress(WeightSyncError):
+                    await publish(updates, 1)
+                for i in range(8):
+                    got = await asyncio.wait_for(asked(dispatcher, f"p{i}#0"), 20)
+                    assert got.version_spans == ((0, 3, dispatcher.policy_version),)
+                await publish(updates, 2)
+                await until(lambda: len(dispatcher.pool.fit) == 2)
+                for i in range(8):
+                    got = await asyncio.wait_for(asked(dispatcher, f"q{i}#0"), 20)
+                    assert got.version_spans == ((0, 3, 2),)
+                assert server.state()["label"] == other.state()["label"] == "2"
+
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("keep_copy", [True, False])
+def test_a_server_that_lost_its_weights_gets_them_from_the_copy_or_with_the_next_update(keep_copy, place):
+    with FakeServer() as server, FakeServer() as other:
+
+        async def main():
+            sender = make("tensor", place, keep_copy=keep_copy)
+            async with updating([server, other], sender, watch=True) as (dispatcher, updates):
+                await publish(updates, 1)
+                server.restart()
+                dispatcher.eject(dispatcher.pool.members[0], "the test")
+                if keep_copy:
+                    await until(lambda: len(dispatcher.pool.fit) == 2)
+                    assert server.state()["label"] == "1"
+                    return
+                await asyncio.sleep(0.3)
+                assert len(dispatcher.pool.fit) == 1
+                await publish(updates, 2)
+                assert len(dispatcher.pool.fit) == 2
+                assert server.state()["label"] == other.state()["label"] == "2"
+
+        asyncio.run(main())
+
+
+def test_memory_is_taken_back_in_the_order_that_keeps_weights_and_cache_true(place):
+    with FakeServer() as server:
+
+        async def main():
+            async with updating([server], make("tensor", place)) as (dispatcher, updates):
+                await updates.release_memory()
+                assert server.state()["released"] == ["kv_cache", "weights"]
+                waiting = await never(asked(dispatcher))
+                await updates.take_memory()
+                assert server.state()["released"] == ["kv_cache"]
+                await never(waiting)
+                await publish(updates, 1)
+                assert server.state()["released"] == []
+                assert (await asyncio.wait_for(waiting, 20)).version_spans == ((0, 3, 1),)
+                seen = [c for c in server.state()["calls"] if c not in ("/pause_generation", "/weights_checker")]
+                bucket = ["/update_weights_from_tensor"] * NUM_BUCKETS
+                assert seen == [
+                    "/release_memory_occupation",
+                    "/resume_memory_occupation",
+                    "/begin_weight_update",
+                    *bucket,
+                    "/end_weight_update",
+                    "/resume_memory_occupation",
+                    "/flush_cache",
+                    "/continue_generation",
+                ]
+
+        asyncio.run(main())
+
+
+def test_the_label_comes_with_the_last_bucket_alone(place):
+    with FakeServer(FakeEngineConfig(tensor_size=2)) as server:
+
+        async def main():
+            async with updating([server], make("tensor", place)) as (_, updates):
+                await updates.pause()
+                for bucket in make_buckets(WEIGHTS.items(), version=7, bucket_bytes=128, is_summed=False):
+                    assert server.state()["label"] == "default"
+                    await updates.take(bucket)
+                assert server.state()["label"] == "7"
+
+        asyncio.run(main())
