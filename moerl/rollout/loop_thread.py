@@ -83,64 +83,6 @@ class LoopThread:
                 future.cancel()
 
     def close(self) -> None:
-        """Cancel what still runs and close the event loop."""
-        ...
-
-
-class LoopThread:
-    """Keeps `LoopRunner`. `run` may be called from any thread but its own; what runs beside goes on meanwhile."""
-
-    def __init__(self, name: str = "rollout") -> None:
-        """Start the thread."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
-
-    def run(self, coro: Coroutine[Any, Any, T], /) -> T:
-        """The result of `coro`; an exception in the waiting thread, such as Ctrl-C, cancels it.
-
-        Raises:
-            RolloutError: the thread was closed.
-        """
-        if not self._thread.is_alive():
-            coro.close()
-            raise RolloutError("the rollout thread is closed; build the run anew")
-        future = asyncio.run_coroutine_threadsafe(coro, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()  # does nothing to one that is done
-
-    def run_fed(self, consume: Callable[[Iterator[Item]], Coroutine[Any, Any, T]], items: Iterable[Item]) -> T:
-        """Run `consume` on the loop with an iterator whose items are made here, in the calling thread, one at a time.
-
-        An item is made when it is asked for, and the loop waits for it: no more than one is ever held. What `items`
-        raises travels out of here, and `consume` is told by a `RolloutError` from its iterator.
-        """
-        wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        made: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        if not self._thread.is_alive():
-            raise RolloutError("the rollout thread is closed; build the run anew")
-        future = asyncio.run_coroutine_threadsafe(consume(_handed_over(wanted, made)), self._loop)
-        future.add_done_callback(lambda _: wanted.put(False))
-        source, is_open = iter(items), False
-        try:
-            while wanted.get():
-                is_open = True
-                try:
-                    made.put(("item", next(source)))
-                except StopIteration:
-                    made.put(("end", None))
-                except Exception as error:  # noqa: BLE001  raised again inside the consumer
-                    made.put(("error", error))
-                is_open = False
-            return future.result()
-        finally:
-            future.cancel()
-            if is_open:  # cut off while the loop waits for an item: it must not wait for ever
-                made.put(("error", RolloutError("the thread that made the items was cut off")))
-
-    def close(self) -> None:
         """Cancel what still runs, wait for that, stop the thread. A second call does nothing."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
