@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from moerl.errors import CheckpointError
+from moerl.errors import CheckpointError, RolloutError
 from moerl.metrics import Last, Mean, Metrics, Sum, merge_into
 from moerl.protocols import GroupFilter, PromptSource, Span
 from moerl.rollout.buffer import COUNTERS, refuse_failures, why_dropped
@@ -135,7 +135,7 @@ class AheadBuffer:
             version: of the policy that is about to train.
 
         Raises:
-            RolloutError: too many failed episodes.
+            RolloutError: too many failed episodes, or tokens older than the weights that were published.
             MoerlError: whatever failed on the rollout thread since the last call, such as a source without prompts.
         """
         taken = self._rooms.thread.run(self._take(step, version))
@@ -242,13 +242,21 @@ class AheadBuffer:
             self._fill()
 
     async def _episode(self, ticket: Ticket, place: int) -> None:
-        ticket.episodes[place] = await self._rooms.play(
+        version = self._plan.version
+        trajectory = await self._rooms.play(
             ticket.prompt,
             ticket.first_index + place,
             step=ticket.seed_step,
             params=self._rooms.params,
             number=ticket.number * self._group_size + place,
         )
+        oldest = min((sampled for _, _, sampled in trajectory.version_spans), default=version)
+        if oldest < version:
+            raise RolloutError(
+                f"prompt {ticket.prompt.prompt_id}: got tokens of policy version {oldest}, but version {version} was "
+                "published before it was asked; an engine serves old weights: restart it and resume the run"
+            )
+        ticket.episodes[place] = trajectory
 
     def _discard(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,8 @@ from moerl.rollout.plan import PlanSettings
 from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
 
 PROMPT_LENGTH = 2
+PATIENCE_SECONDS = 60
+TAKER = "taker"
 FIRST_TOKEN = 1000
 """Token ids are this plus the version that sampled them."""
 
@@ -116,6 +120,55 @@ def refuse_mixtures(trajectory: Trajectory) -> None:
     assert said.tolist() == sampled.tolist()
 
 
+class MarkedThread(LoopThread):
+    """Says when a call from the thread `TAKER` has begun on the loop and when it has ended there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    def run(self, coro: Coroutine[Any, Any, Any], /) -> Any:
+        if threading.current_thread().name != TAKER:
+            return super().run(coro)
+
+        async def marked() -> Any:
+            self.begun.set()
+            try:
+                return await coro
+            finally:
+                self.ended.set()
+
+        return super().run(marked())
+
+
+class Take:
+    """A call of `take` in a thread of its own."""
+
+    def __init__(self, bench: Bench, step: int, version: int) -> None:
+        self._bench = bench
+        self._future: Future[Any] = Future()
+        bench.thread.begun.clear()
+        bench.thread.ended.clear()
+        self._thread = threading.Thread(target=self._run, args=(step, version), name=TAKER, daemon=True)
+        self._thread.start()
+        assert bench.thread.begun.wait(PATIENCE_SECONDS)
+        bench.settle()
+
+    def _run(self, step: int, version: int) -> None:
+        try:
+            self._future.set_result(self._bench.buffer.take(step, version))
+        except BaseException as error:  # noqa: BLE001  raised again by `result`
+            self._future.set_exception(error)
+
+    def done(self) -> bool:
+        """Whether it has got what it waited for; the same in every run of the same moves."""
+        self._bench.settle()
+        return self._bench.thread.ended.is_set()
+
+    def result(self) -> Any:
+        return self._future.result(PATIENCE_SECONDS)
+
+
 class Bench:
     """A buffer on its thread, the engine's side in the test's hands."""
 
@@ -128,7 +181,7 @@ class Bench:
         max_error_fraction: float = 1.0,
         source: Any = None,
     ) -> None:
-        self.thread = LoopThread()
+        self.thread = MarkedThread()
         self.source = source or Draws()
         self.play = Scheduled()
         self.observed: list[str] = []
