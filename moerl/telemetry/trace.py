@@ -74,11 +74,11 @@ class Trace:
             if self._is_off:
                 return
             try:
-                self._open()
-                self._write(event)
                 if self._end > self._max_bytes:
                     self._shut()
                     self._path.replace(self._old)
+                self._open()
+                self._write(event)
             except OSError as error:
                 logger.warning("%s: cannot be written (%s); the run goes on without it", self._path, error.strerror)
                 self._is_off = True
