@@ -161,12 +161,16 @@ class Take:
             self._future.set_exception(error)
 
     def done(self) -> bool:
-        """Whether it has got what it waited for; the same in every run of the same moves."""
-        self._bench.settle()
+        """Whether it has got what it waited for, once the bench has settled; the same for the same moves."""
         return self._bench.thread.ended.is_set()
 
     def result(self) -> Any:
         return self._future.result(PATIENCE_SECONDS)
+
+
+async def _turns() -> None:
+    for _ in range(12):
+        await asyncio.sleep(0)
 
 
 class Bench:
@@ -204,24 +208,22 @@ class Bench:
     def settle(self) -> None:
         """Until nothing on the loop has anything left to do."""
 
-        async def turns() -> None:
-            for _ in range(12):
-                await asyncio.sleep(0)
-
-        self.thread.run(turns())
+        self.thread.run(_turns())
 
     def waiting(self) -> list[Request]:
         return sorted(self.play.waiting.values(), key=lambda request: request.number)
 
     def finish(self, request: Request, trajectory: Trajectory | None = None) -> None:
         """Under the versions it ran with, one token each, unless told otherwise."""
-        answer = trajectory or trajectory_of(request.versions)
+        self.finish_several([(request, trajectory or trajectory_of(request.versions))])
 
+    def finish_several(self, answers: Sequence[tuple[Request, Trajectory]]) -> None:
         async def resolve() -> None:
-            request.answer.set_result(answer)
+            for request, trajectory in answers:
+                request.answer.set_result(trajectory)
+            await _turns()
 
         self.thread.run(resolve())
-        self.settle()
 
     def finish_all(self) -> None:
         while self.play.waiting:

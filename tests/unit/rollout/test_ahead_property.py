@@ -26,19 +26,18 @@ def drop_some(group: RolloutGroup) -> str | None:
 class Training(RuleBasedStateMachine):
     @initialize(
         size=st.integers(1, 3),
-        more=st.sampled_from([0, 0, 1, 2]),
+        kind=st.sampled_from(["plain", "plain", "plain", "filtered", "failing", "over-sampled", "everything"]),
         staleness=st.integers(1, 3),
         refills=st.integers(0, 1),
         group_size=st.integers(1, 2),
         long_tail=st.sampled_from(["wait", "resume", "drop"]),
-        is_filtered=st.booleans(),
-        fails=st.booleans(),
     )
-    def begin(self, size, more, staleness, refills, group_size, long_tail, is_filtered, fails):
+    def begin(self, size, kind, staleness, refills, group_size, long_tail):
+        more = 2 if kind in ("over-sampled", "everything") else 0
+        is_filtered, self.fails = kind in ("filtered", "everything"), kind in ("failing", "everything")
+        self.is_plain = kind == "plain"
         self.settings = PlanSettings(size, size + more, staleness, refills, long_tail)
         self.group_size, self.filter = group_size, drop_some if is_filtered else None
-        self.fails = fails
-        self.is_plain = not (more or is_filtered or fails)
         self.step, self.version = 0, 0
         self.take: Take | None = None
         self.trained: list[str] = []
@@ -87,8 +86,11 @@ class Training(RuleBasedStateMachine):
 
     @rule()
     def complete_all(self):
-        for request in self.bench.waiting():
-            self.end(request)
+        assert self.take is None or self.bench.waiting(), "a step waits, and nothing is under way"
+        waiting = self.bench.waiting()
+        self.finished |= {request.number for request in waiting}
+        self.bench.finish_several([(request, trajectory_of(request.versions)) for request in waiting])
+        self.look()
 
     @precondition(lambda self: self.take is None)
     @rule()
@@ -102,6 +104,15 @@ class Training(RuleBasedStateMachine):
     def update(self):
         self.version += 1
         self.bench.publish(self.version)
+
+    @precondition(lambda self: self.take is None)
+    @rule(takes=st.integers(1, 3))
+    def whole_steps(self, takes):
+        for _ in range(takes):
+            self.ask()
+            while self.take is not None:
+                self.complete_all()
+            self.update()
 
     @precondition(lambda self: self.take is None)
     @rule()
@@ -145,5 +156,5 @@ class Training(RuleBasedStateMachine):
         self.bench.close()
 
 
-Training.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
+Training.TestCase.settings = settings(max_examples=40, stateful_step_count=24)
 TestTraining = Training.TestCase
