@@ -33,8 +33,8 @@ class LocalEngineConfig:
     max_batch_size: int = 512
     """Most requests in one batch; more wait for the next."""
     pause_mode: str = "wait"
-    """At a weight update the running batch is waited for (`wait`), or cut off after its present token (`abort`): what is
-    not finished comes back with reason `abort`, and the environment asks to continue it."""
+    """At a weight update the running batch is waited for (`wait`), or cut off after its present token (`abort`): what
+    is not finished comes back with reason `abort`, and the environment asks to continue it."""
 
 
 @dataclass(slots=True)
@@ -139,6 +139,7 @@ class LocalEngine:
     def close(self) -> None:
         """Cancel what waits, let the running batch end, stop the worker thread. A second call does nothing."""
         self._closed = True
+        self._abort.set()
         while self._waiting:
             request = self._waiting.popleft()
             loop = request.answer.get_loop()
