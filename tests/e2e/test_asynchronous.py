@@ -78,22 +78,22 @@ def test_tokens_are_at_most_one_version_old_and_the_contract_is_judged_on_fresh_
 
 @pytest.mark.runs.with_args("tiny", ahead)
 def test_the_trace_shows_who_worked_when(runs):
-    def learning_and_generating(folder: Path) -> float:
-        """Seconds in which a group was sampled while the learner learned."""
+    def working_and_generating(folder: Path) -> float:
+        """Seconds in which a group was sampled while the learner's side did something else than wait for it."""
         events = events_of(folder)
         assert {"rollout", "score", "update", "publish", "evaluate", "checkpoint"} <= {e["name"] for e in events}
-        learning = [e for e in events if e["name"] in ("score", "update")]
+        work = [e for e in events if e["name"] in ("score", "update", "evaluate", "checkpoint")]
         groups = [e for e in events if "/" in e["name"]]
         assert len(groups) >= STEPS * GROUPS
         shared = 0
-        for one in learning:
+        for one in work:
             ends = [min(one["ts"] + one["dur"], e["ts"] + e["dur"]) - max(one["ts"], e["ts"]) for e in groups]
             shared += max(0, *ends)
         return shared / 1e6
 
-    assert learning_and_generating(runs["tiny"].folder) == 0
+    assert working_and_generating(runs["tiny"].folder) == 0
     run = runs[ahead].expect(0)
-    assert learning_and_generating(run.folder) > 0
+    assert working_and_generating(run.folder) > 0
     assert all(0 < row["perf/overlap_fraction"] <= 1 for row in run.rows[1:])
 
 
