@@ -46,6 +46,7 @@ from moerl.probe import RouteProbe
 from moerl.protocols import Policy, Team
 from moerl.run_folder import CHECKPOINTS, config_id, find_checkpoint, folder_of, is_finished, lock, model_id, prepare
 from moerl.share import SampleShare, trained_on
+from moerl.telemetry.trace import Trace
 from moerl.token_credit import TokenCredit
 from moerl.types import MicroBatch, PackPlan, Sample, StepBatch
 from moerl.world import Alone
@@ -185,10 +186,11 @@ def _rooms(
     rules = build_credit_rules(cfg.algorithm, filters, weights, memory)
     folder = folder_of(cfg)
     if data is not None:
-        side = build_rollout_side(cfg, data)
+        trace = Trace(folder, cfg.telemetry.trace_max_bytes)
+        side = build_rollout_side(cfg, data, on_span=trace.group)
         stack.callback(side.close)
         prepare(cfg, resumes=resume_from is not None)
-        records = build_records(cfg, folder, policy, resume_from, team)
+        records = build_records(cfg, folder, policy, resume_from, team, trace)
         around = leading_side(cfg, (data, side, filters), policy, rules, records, stack)
     else:
         records = build_records(cfg, folder, policy, resume_from, team)

@@ -6,7 +6,6 @@ ranks do together: the export of weights, the sums of expert loads.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 
 from moerl.algorithms.filtering import Filters
-from moerl.build_rollout import Data, RolloutSide, build_buffer, build_evaluator
+from moerl.build_buffer import build_buffer
+from moerl.build_rollout import Data, RolloutSide, build_evaluator
 from moerl.build_weights import build_precision, build_publisher
 from moerl.checkpoint import Checkpoint
 from moerl.config.load import as_dict
@@ -35,6 +35,7 @@ from moerl.telemetry.profiler import ProfileWindow
 from moerl.telemetry.progress import Progress
 from moerl.telemetry.sinks import JsonlSink, LoadSink, Nowhere, PassRateSink, Sinks, WandbSink
 from moerl.telemetry.timers import Timers
+from moerl.telemetry.trace import Trace
 from moerl.types import RolloutGroup, Sample, SamplingParams
 from moerl.weight_sync.transport import transports
 
@@ -61,13 +62,21 @@ def leading_side(
 ) -> Side:
     """Of rank 0; `stack` closes what it opens."""
     data, side, filters = parts
-    buffer, source = build_buffer(cfg, data, side, filters=filters, log_visits=records.visits)
+    trace = records.trace
+    buffered = build_buffer(
+        cfg,
+        data,
+        side,
+        filters=filters,
+        log_visits=records.visits,
+        on_span=None if trace is None else trace.group,
+    )
     evaluator = build_evaluator(cfg, data, side)
 
     def give_credit(groups: Sequence[RolloutGroup]) -> tuple[list[Sample], Metrics]:
         samples, metrics = credit(groups, rules)
         merge_into(metrics, data.scorer.take_metrics())
-        return samples, merge_into(metrics, source.metrics())
+        return samples, merge_into(metrics, buffered.source.metrics())
 
     def draw_probe() -> list[Sample]:
         prompts = [prompt for one in data.held_out for prompt in one.prompts][: cfg.telemetry.probe_prompts]
@@ -76,8 +85,14 @@ def leading_side(
         greedy = replace(evaluator.greedy, temperature=1.0)
         return probe_samples(evaluator.collect(prompts, step=0, group_size=1, params=greedy))
 
-    publish = stack.enter_context(_publishing(cfg, side, policy))
-    return Side(buffer, give_credit, evaluator, draw_probe, publish)
+    send = stack.enter_context(_publishing(cfg, side, policy))
+
+    def publish() -> Metrics:
+        metrics = send()
+        buffered.published(policy.version)
+        return metrics
+
+    return Side(buffered.rollouts, give_credit, evaluator, draw_probe, publish)
 
 
 def following_side(policy: MegatronPolicy) -> Side:
@@ -121,13 +136,17 @@ def _publishing(cfg: RunConfig, side: RolloutSide, policy: MegatronPolicy) -> It
     transport = plugin.target(transport_cfg)
     precision = build_precision(cfg)
     publisher = build_publisher(cfg, side.engines, transport, precision)
-    with asyncio.Runner() as runner, contextlib.closing(transport):
+    thread = side.thread
 
-        def publish() -> Metrics:
-            if policy.version == publisher.version:
-                return {}  # the engines have these weights
-            return runner.run(publisher.publish(precision.apply(policy.export()), policy.version))
+    def publish() -> Metrics:
+        if policy.version == publisher.version:
+            return {}  # the engines have these weights
+        weights = precision.apply(policy.export())
+        if thread is None:
+            return side.collector.run(publisher.publish(weights, policy.version))
+        return thread.run_fed(lambda fed: publisher.publish(fed, policy.version), weights)
 
+    with contextlib.closing(transport):
         yield publish
 
 
@@ -137,7 +156,12 @@ def _peak(params: str) -> float | None:
 
 
 def build_records(
-    cfg: RunConfig, folder: Path, policy: MegatronPolicy, resume_from: Checkpoint | None, team: Team
+    cfg: RunConfig,
+    folder: Path,
+    policy: MegatronPolicy,
+    resume_from: Checkpoint | None,
+    team: Team,
+    trace: Trace | None = None,
 ) -> Records:
     """What a run writes down; nothing on ranks that do not lead, save the batch of a step that failed."""
     first = resume_from.step + 1 if resume_from else 0
@@ -172,6 +196,7 @@ def build_records(
             start_step=cfg.telemetry.profile.start_step,
             num_steps=cfg.telemetry.profile.num_steps,
         ),
+        trace=trace,
         team=team,
         sum_over_data=policy.parallel.sum_over_data,
     )

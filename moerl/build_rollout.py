@@ -11,14 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from moerl.algorithms.filtering import Filters
 from moerl.algorithms.objective import build_objective
 from moerl.build_answers import answer_reader, reward_section
 from moerl.build_weights import weight_sender
 from moerl.config.schema import DatasetConfig, RunConfig
-from moerl.curriculum import Curriculum, LogVisits
 from moerl.data.chat import ChatTokenizer
-from moerl.data.prompts import PromptMixture, PromptSet, check_disjoint, load_dataset
+from moerl.data.prompts import PromptSet, check_disjoint, load_dataset
 from moerl.data.templating import PromptTemplate, resolve_template, rewritten
 from moerl.envs import environments
 from moerl.errors import ConfigError, DataError
@@ -27,17 +25,14 @@ from moerl.metrics import Metrics
 from moerl.models.family import family_of
 from moerl.models.hf_folder import read_config
 from moerl.models.sharded import open_weights
-from moerl.protocols import Environment, RolloutEngine, Rollouts
+from moerl.protocols import Environment, RolloutEngine, Span
 from moerl.reference.config import ReferenceConfig
 from moerl.reference.sampling import Sampler
 from moerl.rewards.scorer import RewardScorer, build_scorer
-from moerl.rollout.buffer import RolloutBuffer
-from moerl.rollout.collect import Collector
-from moerl.rollout.described import DescribedRollouts, GroupDescriber
+from moerl.rollout.collect import Collector, CollectorHooks
 from moerl.rollout.engine import RouteLayout, ServedModel, engines
 from moerl.rollout.engines.local_engine import LocalEngine, LocalEngineConfig
-from moerl.rollout.resample import ResamplingCollector
-from moerl.rollout.text_metrics import TextSettings, text_metrics
+from moerl.rollout.loop_thread import LoopThread
 from moerl.run_folder import folder_of
 from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
 
@@ -78,6 +73,10 @@ class GivenScorer:
     def check_prompts(self, prompts: Iterable[Prompt]) -> list[str]:
         """Only prompts that are really scored need a gold answer."""
         return self._inner.check_prompts(p for p in prompts if p.dataset not in self._given)
+
+    def apart(self) -> GivenScorer:
+        """The same with counts of its own."""
+        return GivenScorer(self._inner.apart(), self._given)
 
     def take_metrics(self) -> Metrics:
         """Counts of answers without a verdict since the last call."""
@@ -149,6 +148,10 @@ class RolloutSide:
     collector: Collector
     eval_collector: Collector
     sampling: SamplingParams
+    thread: LoopThread | None = None
+    """Where everything that asks an engine runs, if generation goes on while the learner trains."""
+    eval_scorer: GivenScorer | None = None
+    """Of evaluation, where it runs beside training's answers; None: the same."""
 
     @property
     def engines(self) -> list[RolloutEngine]:
@@ -164,8 +167,13 @@ class RolloutSide:
             engine.close()
 
 
-def build_rollout_side(cfg: RunConfig, data: Data, *, load_weights: bool = False) -> RolloutSide:
-    """Engines without weights (the first publish brings them), or with those of `model.path`."""
+def build_rollout_side(
+    cfg: RunConfig, data: Data, *, load_weights: bool = False, on_span: Span | None = None
+) -> RolloutSide:
+    """Engines without weights (the first publish brings them), or with those of `model.path`.
+
+    `on_span` is told of every group that is sampled for training.
+    """
     plugin, engine_cfg = engines.resolve(cfg.rollout.engine, where="rollout.engine")
     model = ReferenceConfig.from_folder(cfg.model.path)
 
@@ -188,9 +196,16 @@ def build_rollout_side(cfg: RunConfig, data: Data, *, load_weights: bool = False
     eval_engine = train_engine
     if is_supervised(cfg):
         eval_engine = LocalEngine(LocalEngineConfig(), sampler=local("fp32"))
-    collector = _collector(cfg, data, train_engine)
+    sampling = sampling_params(cfg, data.tokenizer)
+    if cfg.rollout.max_staleness and not load_weights:
+        thread = LoopThread()
+        hooks, scorer = CollectorHooks(runner=thread), data.scorer.apart()
+        collector = _collector(cfg, data, train_engine, hooks)
+        eval_collector = _collector(cfg, replace(data, scorer=scorer), eval_engine, hooks)
+        return RolloutSide(train_engine, eval_engine, collector, eval_collector, sampling, thread, scorer)
+    collector = _collector(cfg, data, train_engine, CollectorHooks(on_span=on_span))
     eval_collector = collector if eval_engine is train_engine else _collector(cfg, data, eval_engine)
-    return RolloutSide(train_engine, eval_engine, collector, eval_collector, sampling_params(cfg, data.tokenizer))
+    return RolloutSide(train_engine, eval_engine, collector, eval_collector, sampling)
 
 
 def served_model(cfg: RunConfig, model: ReferenceConfig) -> ServedModel:
@@ -241,10 +256,11 @@ def build_evaluator(cfg: RunConfig, data: Data, side: RolloutSide) -> Evaluator:
 
     Its answers without a verdict are counted under `eval/errors_*`, not among those of the next training step.
     """
+    scorer = side.eval_scorer or data.scorer
 
     def collect(prompts: Sequence[Prompt], **options: Any) -> list[RolloutGroup]:
         groups = side.eval_collector.collect(prompts, **options)
-        data.scorer.take_metrics()
+        scorer.take_metrics()
         return groups
 
     plain = replace(side.sampling, top_p=1.0, top_k=0, top_logprobs=0, return_routes=False)
@@ -259,38 +275,6 @@ def build_evaluator(cfg: RunConfig, data: Data, side: RolloutSide) -> Evaluator:
         best_of=cfg.evaluation.best_of,
         read=answer_reader(cfg),
     )
-
-
-def build_buffer(
-    cfg: RunConfig, data: Data, side: RolloutSide, *, filters: Filters, log_visits: LogVisits
-) -> tuple[Rollouts, PromptMixture]:
-    """The buffer, with the filters of groups and prompts inside, and the source that it draws from."""
-    source = PromptMixture(data.train, seed=cfg.run.seed, shuffle=cfg.data.shuffle)
-    settings = TextSettings(tuple(cfg.telemetry.ngrams), tuple(cfg.telemetry.reflection_words))
-    describer = GroupDescriber(partial(text_metrics, settings=settings))
-    group_filter = describer.group_filter(filters.group)
-    curriculum = None
-    if filters.prompts or not is_supervised(cfg):  # a completion of a file neither passes nor fails
-        curriculum = Curriculum(filters.prompt, source.num_prompts, cfg.data.refilter, log_visits)
-        group_filter = curriculum.group_filter(group_filter)
-    collector: Collector | ResamplingCollector = side.collector
-    resampling = None
-    if filters.resampling:
-        collector = resampling = ResamplingCollector(side.collector, filters.anew, filters.resampling_rounds)
-    buffer = RolloutBuffer(
-        source=source if curriculum is None else curriculum.source(source),
-        collector=collector,
-        group_filter=group_filter,
-        prompts_per_step=cfg.rollout.prompts_per_step,
-        group_size=cfg.rollout.group_size,
-        params=side.sampling,
-        refill_rounds=cfg.algorithm.refill_rounds,
-        max_error_fraction=cfg.reward.max_error_fraction,
-    )
-    rollouts = describer.rollouts(buffer)
-    if resampling is not None:
-        rollouts = DescribedRollouts(rollouts, resampling.take)
-    return (rollouts if curriculum is None else curriculum.rollouts(rollouts)), source
 
 
 def _completions(sets: Sequence[PromptSet]) -> Mapping[str, Any]:
@@ -337,11 +321,12 @@ def _environments(cfg: RunConfig, data: Data) -> dict[str, Environment]:
     return made
 
 
-def _collector(cfg: RunConfig, data: Data, engine: RolloutEngine) -> Collector:
+def _collector(cfg: RunConfig, data: Data, engine: RolloutEngine, hooks: CollectorHooks | None = None) -> Collector:
     return Collector(
         engine=engine,
         environments=_environments(cfg, data),
         scorer=data.scorer,
         run_seed=cfg.run.seed,
         timeout_seconds=cfg.rollout.timeout_seconds,
+        hooks=hooks,
     )

@@ -23,8 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from safetensors import SafetensorError
 
+from moerl.array_state import join_arrays, load_arrays, save_arrays, split_arrays
 from moerl.errors import DISK_ERRORS, CheckpointError
 from moerl.manifest import MANIFEST, check_file, read_manifest, sums_of, sync, write_manifest
 from moerl.world import Alone
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOP_STATE = "loop.json"
+LOOP_ARRAYS = "loop.safetensors"
+"""Arrays of the loop's state; there only where it has any."""
 LEARNER = "learner"
 
 PATIENCE_SECONDS = 1800
@@ -65,8 +69,8 @@ class Checkpoint:
         return self.folder / LEARNER
 
     def loop_state(self) -> dict[str, Any]:
-        """What `CheckpointStore.save` was given."""
-        return json.loads((self.folder / LOOP_STATE).read_text())
+        """What `CheckpointStore.save` was given, tuples as lists."""
+        return join_arrays((self.folder / LOOP_STATE).read_text(), load_arrays(self.folder / LOOP_ARRAYS))
 
 
 class CheckpointStore:
@@ -125,7 +129,7 @@ class CheckpointStore:
         final = self.folder / f"step_{step:06d}"
         partial = self.folder / f"{_HIDDEN}{final.name}"
         learner = partial / LEARNER
-        state = json.dumps(loop_state, allow_nan=False) if self._team.is_leader else ""
+        state = split_arrays(loop_state if self._team.is_leader else {})
         with _disk_errors(final), ExitStack() as stack:
             if self._team.is_leader:
                 stack.callback(shutil.rmtree, partial, ignore_errors=True)
@@ -165,7 +169,7 @@ class CheckpointStore:
             if self._team.any(failure is not None):
                 raise failure or CheckpointError(f"cannot write {target}: another rank failed, see its message")
 
-    def _write(self, step: int, work: Callable[[], None], state: str) -> None:
+    def _write(self, step: int, work: Callable[[], None], state: tuple[str, dict[str, np.ndarray]]) -> None:
         """This rank's part of a checkpoint, and on the leader, what makes it one."""
         final = self.folder / f"step_{step:06d}"
         partial = self.folder / f"{_HIDDEN}{final.name}"
@@ -175,7 +179,8 @@ class CheckpointStore:
                 return
             for other in range(1, self._team.size):
                 files |= _told(partial, other)
-            (partial / LOOP_STATE).write_text(state)
+            (partial / LOOP_STATE).write_text(state[0])
+            save_arrays(state[1], partial / LOOP_ARRAYS)
             left = [path for path in partial.rglob("*") if path.relative_to(partial).as_posix() not in files]
             files |= sums_of(partial, left)
             write_manifest(partial, {"step": step, **self._ids, "files": dict(sorted(files.items()))})

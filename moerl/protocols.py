@@ -17,6 +17,10 @@ GroupFilter = Callable[[RolloutGroup], str | None]
 """Looks at the task reward of one completed group; returns None to accept it, or the reason for dropping it."""
 
 
+Span = Callable[[str, float, float, Mapping[str, Any]], None]
+"""Told of one thing that took time: name, start and end by `time.perf_counter`, what else is to be said; any thread."""
+
+
 class RolloutEngine(Protocol):
     """Generates; six methods and no more. Chat templates, rewards and retries are not its business."""
 

@@ -21,10 +21,13 @@ from moerl.telemetry.profiler import ProfileWindow
 from moerl.telemetry.progress import Progress
 from moerl.telemetry.sinks import LoadSink, Nowhere, PassRateSink, sample_record
 from moerl.telemetry.timers import Timers
+from moerl.telemetry.trace import Trace
 from moerl.types import RolloutGroup, StepBatch
 from moerl.world import Alone
 
 LEARN_PHASES = ("score", "update")
+GENERATION_SECONDS = "perf/generation_seconds"
+"""Where generation does not end with the phase that waits for it: how long it took."""
 LEARN_FLOPS = "perf/learn_flops"
 """Of the learner's passes in these phases, all ranks together; recorded as `perf/tflops`."""
 
@@ -55,6 +58,8 @@ class Records:
     """A tensor of every data-parallel rank -> their sum."""
     tracker: LoadTracker = field(default_factory=LoadTracker)
     profile: ProfileWindow | None = None
+    trace: Trace | None = None
+    _step_started: float = 0.0
     _stack: ExitStack = field(default_factory=ExitStack)
     _extra: dict[str, float] = field(default_factory=dict)
     _load_metrics: Metrics = field(default_factory=dict)
@@ -69,6 +74,8 @@ class Records:
         self._stack.callback(self.sinks.close)
         if self.profile is not None:
             self._stack.callback(self.profile.close)
+        if self.trace is not None:
+            self._stack.callback(self.trace.close)
         return self
 
     def __exit__(
@@ -87,11 +94,17 @@ class Records:
         """Time a phase and show it."""
         self.team.phase(name)
         self.progress.phase(name)
-        with self.timers(name), nullcontext() if self.profile is None else self.profile.phase(name):
-            yield
+        start = time.perf_counter()
+        try:
+            with self.timers(name), nullcontext() if self.profile is None else self.profile.phase(name):
+                yield
+        finally:
+            if self.trace is not None:
+                self.trace.phase(name, start, time.perf_counter())
 
     def begin(self, step: int) -> None:
         """A step starts."""
+        self._step_started = time.perf_counter()
         if self.profile is not None:
             self.profile.begin(step)
 
@@ -105,8 +118,9 @@ class Records:
 
     def rollouts(self, step: int, groups: Sequence[RolloutGroup], metrics: Metrics) -> None:
         """Write a few of the step's rollouts, spread over the groups; count all its tokens, of dropped groups too."""
-        tokens = to_floats(metrics).get("rollout/tokens", 0.0)
-        self.timers.count_tokens("rollout", int(tokens), phases=("rollout",))
+        values = to_floats(metrics)
+        tokens, seconds = int(values.get("rollout/tokens", 0.0)), values.get(GENERATION_SECONDS)
+        self.timers.count_tokens("rollout", tokens, phases=("rollout",), seconds=seconds)
         wanted = min(self.settings.samples_per_step, len(groups))
         chosen = [groups[i * len(groups) // wanted] for i in range(wanted)]
         self.sinks.log_samples(step, [sample_record(group.prompt, group.trajectories[0]) for group in chosen])
@@ -146,6 +160,8 @@ class Records:
         self._load_metrics, self._extra = {}, {}
         self.sinks.log(step, values)
         self.progress.step(step, values)
+        if self.trace is not None and step:
+            self.trace.step(step, self._step_started, time.perf_counter())
 
     def state_dict(self) -> dict[str, Any]:
         """Seconds so far and the load tracker's memory."""

@@ -16,10 +16,12 @@ from moerl.analysis.run_folder import (
     CONFIG_FILE,
     LOAD_FILE,
     METRICS_FILE,
+    OLD_TRACE_FILE,
     PASS_RATES_FILE,
     REPORT_FILE,
     SAMPLES_FILE,
     SUMMARY_FILE,
+    TRACE_FILE,
 )
 from moerl.checkpoint import Checkpoint, CheckpointStore
 from moerl.config.load import as_dict, read_values, resolved_yaml
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 
-_RECORDS = frozenset({CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, LOAD_FILE, PASS_RATES_FILE})
+_RECORDS = frozenset({CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, LOAD_FILE, PASS_RATES_FILE, TRACE_FILE, OLD_TRACE_FILE})
 """What a run writes before its first checkpoint, and the same run writes again."""
 
 

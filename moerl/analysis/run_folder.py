@@ -17,6 +17,8 @@ PASS_RATES_FILE = "pass_rates.jsonl"
 SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"
+TRACE_FILE = "trace.json"
+OLD_TRACE_FILE = "trace.1.json"
 
 MAX_PROBLEMS = 20
 """Problems that are told one by one, per file."""

@@ -19,6 +19,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "precision.head": ("params", "fp32"),
     "precision.fp8": ("none", "delayed", "tensorwise", "blockwise", "mxfp8"),
     "precision.recompute": ("none", "selective", "full"),
+    "rollout.long_tail": ("wait", "resume", "drop"),
     "data.on_long_prompt": ("skip", "refuse"),
     "optim.name": ("adam", "sgd"),
     "optim.schedule": ("constant", "linear", "cosine"),
@@ -83,6 +84,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "rollout.top_k": _AT_LEAST_ZERO,
     "rollout.top_logprobs": _AT_LEAST_ONE,
     "rollout.max_staleness": _AT_LEAST_ZERO,
+    "rollout.oversampling": _AT_LEAST_ONE,
     "rollout.timeout_seconds": _POSITIVE,
     "reward.num_workers": _AT_LEAST_ONE,
     "reward.timeout_seconds": _POSITIVE,
@@ -114,6 +116,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "telemetry.profile.start_step": _AT_LEAST_ONE,
     "telemetry.profile.num_steps": _AT_LEAST_ZERO,
     "telemetry.contract_tolerance": _POSITIVE,
+    "telemetry.trace_max_bytes": _AT_LEAST_ZERO,
 }
 """Every number outside `algorithm`; null is left to the type. `rollout.temperature` has a rule of its own."""
 

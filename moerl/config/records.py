@@ -62,6 +62,9 @@ class TelemetrySection:
     """The n of `rollout/distinct_n`: the share of distinct n-grams of tokens among those of a group's answers."""
     reflection_words: list[str] = field(default_factory=lambda: list(REFLECTION_WORDS))
     """Words and phrases counted in `rollout/reflection_*`; case does not matter."""
+    trace_max_bytes: int = 33_554_432
+    """Size of `<run>/trace.json`, what ran when in Chrome's trace format; a full one becomes `trace.1.json`. 0 is
+    off."""
     dump_batches: bool = False
     """Write every step's batch to `<run>/batches/`, for inspect_batch and replay_step."""
     report: bool = True

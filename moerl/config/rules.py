@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moerl.config import parallel_rules
+from moerl.config import parallel_rules, rollout_rules
 from moerl.config.choices import bound_errors, choice_errors
 from moerl.config.layout import parallel_axes
 from moerl.config.load import as_dict
@@ -124,12 +124,6 @@ def stop_strings(cfg: RunConfig) -> Iterator[str]:
     """An empty one would end every answer at once."""
     if any(not text for text in cfg.rollout.stop):
         yield f"rollout.stop is {cfg.rollout.stop!r}, but a stop string must not be empty"
-
-
-def staleness(cfg: RunConfig) -> Iterator[str]:
-    """Only on-policy in this version."""
-    if cfg.rollout.max_staleness > 0:
-        yield f"rollout.max_staleness is {cfg.rollout.max_staleness}, but this version generates on-policy; set it to 0"
 
 
 def group_size(cfg: RunConfig) -> Iterator[str]:
@@ -379,7 +373,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     datasets,
     temperature,
     stop_strings,
-    staleness,
+    *rollout_rules.RULES,
     group_size,
     sglang,
     supervised,

@@ -129,7 +129,15 @@ class RolloutSection:
     stop: list[str] = field(default_factory=list)
     """Stop strings, beside the end tokens of the generation config."""
     max_staleness: int = 0
-    """Versions of lag between generation and training; 0 is strictly on-policy."""
+    """How many versions older than the policy that trains a token may be. 0 is strictly on-policy: a step samples, then
+    trains. n: generation goes on while steps train, up to n steps ahead."""
+    oversampling: float = 1.0
+    """Groups that are started for each one that a step trains on; the rest make up for what filters drop and for late
+    ones. What is left over is dropped once it is too old. Needs `max_staleness`."""
+    long_tail: str = "wait"
+    """Groups that take long, with `max_staleness`: `wait` for them, so that steps train in the order of the prompts;
+    `resume`: train on what is finished and let them go on over updates (an engine that aborts at an update is asked to
+    continue), to be waited for only when they would become too old; `drop` them then, and count them."""
     timeout_seconds: float = 600.0
     """Of one episode; a late one becomes a trajectory with status `error`."""
 

@@ -168,6 +168,7 @@ class PromptMixture:
         self._shares = [one.weight / total for one in sets]
         self._taken = [0] * len(sets)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
+        self._by_id: dict[str, Prompt] = {}
 
     @property
     def num_prompts(self) -> int:
@@ -182,6 +183,19 @@ class PromptMixture:
             drawn.append(self._prompt_at(which, self._taken[which]))
             self._taken[which] += 1
         return drawn
+
+    def find(self, prompt_id: str) -> Prompt:
+        """The prompt of that id.
+
+        Raises:
+            DataError: there is none.
+        """
+        name, _, _ = prompt_id.rpartition("/")
+        if not self._by_id:
+            self._by_id = {prompt.prompt_id: prompt for one in self._sets for prompt in one.prompts}
+        if prompt_id not in self._by_id:
+            raise DataError(f"no prompt {prompt_id!r} in data set {name!r}; restore the file, or use another run.name")
+        return self._by_id[prompt_id]
 
     def metrics(self) -> Metrics:
         """`data/epoch` (prompts drawn over prompts there are), `data/epoch/<set>`, `data/skipped_long_prompts`."""

@@ -117,12 +117,18 @@ class Sampler:
             raise RolloutError("stop_strings holds an empty string, which every text ends with; remove it")
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[np.ndarray], params: Sequence[SamplingParams]) -> list[SampledTokens]:
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        params: Sequence[SamplingParams],
+        should_abort: Callable[[], bool] | None = None,
+    ) -> list[SampledTokens]:
         """One completion per prompt, in order.
 
         Args:
             prompts: [p] integer arrays; equal prompts are run once and share the work.
             params: of each prompt.
+            should_abort: asked between tokens, from the first on; True ends what is not finished with `abort`.
 
         Raises:
             RolloutError: no weights yet, a request that cannot be sampled, or logits that are not finite.
@@ -133,7 +139,7 @@ class Sampler:
             self.check_request(prompt, one)
         if not prompts:
             return []
-        return _Batch(self._decoder, prompts, params, self._decode).run()
+        return _Batch(self._decoder, prompts, params, self._decode).run(should_abort or _never)
 
 
 class _Row:
@@ -207,7 +213,7 @@ class _Batch:
         dtype = torch.uint8 if cfg.num_experts <= 256 else torch.int16
         self.routes = torch.zeros(shape, dtype=dtype) if wants else None
 
-    def run(self) -> list[SampledTokens]:
+    def run(self, should_abort: Callable[[], bool]) -> list[SampledTokens]:
         logits, cache = self._prefill()
         live = torch.arange(len(self.rows))
         positions = torch.tensor([len(ids) for ids in self.prompts])
@@ -215,6 +221,9 @@ class _Batch:
             tokens = self._draw(logits, live, step)
             going = torch.tensor([self.rows[i].finish is None for i in live.tolist()])
             if not going.any():
+                break
+            if should_abort():
+                self._abort()
                 break
             if going.sum() < COMPACT_BELOW * len(live):
                 keep = going.nonzero()[:, 0]
@@ -225,6 +234,10 @@ class _Batch:
                 self.routes[live[inside], positions[inside]] = routes[inside].to(self.routes.dtype)
             positions = positions + 1
         return [self._result(index, row) for index, row in enumerate(self.rows)]
+
+    def _abort(self) -> None:
+        for row in self.rows:
+            row.finish = row.finish or "abort"
 
     def _prefill(self) -> tuple[Tensor, KVCache]:
         """Every distinct prompt once, together with those of its length; its cache row is repeated for each request."""
@@ -267,6 +280,10 @@ class _Batch:
     def _result(self, index: int, row: _Row) -> SampledTokens:
         wants = self.routes is not None and row.params.return_routes
         return row.result(self.routes[index].numpy() if wants and self.routes is not None else None)
+
+
+def _never() -> bool:
+    return False
 
 
 def _chunks(prompts: list[np.ndarray]) -> list[np.ndarray]:

@@ -92,6 +92,10 @@ class RewardScorer:
                         problems.append(f"{where}: reward {component.name}: {problem}")
         return problems
 
+    def apart(self) -> RewardScorer:
+        """The same rewards and processes with counts of its own; this one closes them."""
+        return RewardScorer(self._components, self._pool)
+
     def take_metrics(self) -> Metrics:
         """`reward/verifier_<kind>` since the last call: how many answers had no verdict, and why."""
         counts, self._errors = self._errors, Counter()

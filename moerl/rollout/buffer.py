@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moerl.errors import CheckpointError, ConfigError, RolloutError
@@ -16,7 +16,7 @@ from moerl.types import RolloutGroup, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 
-_COUNTERS = ("prompts_used", "groups_dropped", "errors")
+COUNTERS = ("prompts_used", "groups_dropped", "errors")
 
 
 class RolloutBuffer:
@@ -64,7 +64,7 @@ class RolloutBuffer:
         self._filter = group_filter
         self._refill_rounds = refill_rounds
         self._max_error_fraction = max_error_fraction
-        self._totals: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self._totals: dict[str, int] = dict.fromkeys(COUNTERS, 0)
 
     def take(self, step: int, version: int) -> tuple[list[RolloutGroup], Metrics]:
         """Sample until `prompts_per_step` groups are accepted or the refill rounds are used up.
@@ -89,12 +89,12 @@ class RolloutBuffer:
             groups = self._sample(step, version, self._prompts_per_step - len(accepted), seen)
             sampled += groups
             for group in groups:
-                reason = self._why_dropped(group)
+                reason = why_dropped(group, self._filter)
                 if reason is None:
                     accepted.append(group)
                 else:
                     dropped[reason] += 1
-            self._refuse_failures(sampled, step)
+            refuse_failures(sampled, step, self._max_error_fraction)
             if len(accepted) == self._prompts_per_step or rounds == self._refill_rounds:
                 break
             rounds += 1
@@ -118,13 +118,13 @@ class RolloutBuffer:
         Raises:
             CheckpointError: a field is missing.
         """
-        missing = [key for key in ("source", *_COUNTERS) if key not in state]
+        missing = [key for key in ("source", *COUNTERS) if key not in state]
         if missing:
             raise CheckpointError(
                 f"rollout state lacks {', '.join(missing)}; use a checkpoint of this version of moerl"
             )
         self._source.load_state_dict(state["source"])
-        self._totals = {key: int(state[key]) for key in _COUNTERS}
+        self._totals = {key: int(state[key]) for key in COUNTERS}
 
     def _sample(self, step: int, version: int, count: int, seen: Counter[str]) -> list[RolloutGroup]:
         prompts = self._source.next_prompts(count)
@@ -140,26 +140,30 @@ class RolloutBuffer:
                 _refuse_stale(trajectory, group.prompt.prompt_id, version)
         return groups
 
-    def _why_dropped(self, group: RolloutGroup) -> str | None:
-        if all(t.status != "ok" for t in group.trajectories):
-            return "all_failed"
-        return None if self._filter is None else self._filter(group)
-
-    def _refuse_failures(self, sampled: list[RolloutGroup], step: int) -> None:
-        errors = [t.error for group in sampled for t in group.trajectories if t.status == "error"]
-        total = len(sampled) * self._group_size
-        if len(errors) <= self._max_error_fraction * total:
-            return
-        kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(map(error_kind, errors)).most_common())
-        raise RolloutError(
-            f"step {step}: {len(errors)} of {total} episodes failed, more than reward.max_error_fraction="
-            f"{self._max_error_fraction:g} allows ({kinds}; first: {errors[0]})"
-        )
-
     def _count(self, sampled: list[RolloutGroup], dropped: Counter[str]) -> None:
         self._totals["prompts_used"] += len(sampled)
         self._totals["groups_dropped"] += dropped.total()
         self._totals["errors"] += sum(t.status == "error" for group in sampled for t in group.trajectories)
+
+
+def why_dropped(group: RolloutGroup, group_filter: GroupFilter | None) -> str | None:
+    """None to accept a completed group; one in which no episode went well is not shown to the filter."""
+    if all(t.status != "ok" for t in group.trajectories):
+        return "all_failed"
+    return None if group_filter is None else group_filter(group)
+
+
+def refuse_failures(sampled: Sequence[RolloutGroup], step: int, max_error_fraction: float) -> None:
+    """Raise `RolloutError` where more than that share of the groups' episodes failed."""
+    trajectories = [t for group in sampled for t in group.trajectories]
+    errors = [t.error for t in trajectories if t.status == "error"]
+    if len(errors) <= max_error_fraction * len(trajectories):
+        return
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(map(error_kind, errors)).most_common())
+    raise RolloutError(
+        f"step {step}: {len(errors)} of {len(trajectories)} episodes failed, more than reward.max_error_fraction="
+        f"{max_error_fraction:g} allows ({kinds}; first: {errors[0]})"
+    )
 
 
 def _refuse_stale(trajectory: Trajectory, prompt_id: str, version: int) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from moerl.errors import ConfigError
-from moerl.protocols import Environment, RolloutEngine, Scorer
+from moerl.protocols import Environment, RolloutEngine, Scorer, Span
 from moerl.rollout.engine import request_id, sample_seed
+from moerl.rollout.loop_thread import LoopRunner
 from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,25 @@ class GroupCollector(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Played:
+    trajectory: Trajectory
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class CollectorHooks:
+    """What a collector tells, and where it runs; all optional."""
+
+    on_progress: Progress | None = None
+    """Called on the event loop; must return at once."""
+    on_span: Span | None = None
+    """Told of every group of a training step that `collect` played."""
+    runner: LoopRunner | None = None
+    """None makes an event loop that runs in the thread that calls."""
+
+
 class Collector:
     """Owns the event loop that episodes run on. Results are in the order of the prompts, whatever finished first."""
 
@@ -51,7 +72,7 @@ class Collector:
         run_seed: int,
         timeout_seconds: float,
         max_concurrency: int = 4096,
-        on_progress: Progress | None = None,
+        hooks: CollectorHooks | None = None,
     ) -> None:
         """Wire it.
 
@@ -62,7 +83,7 @@ class Collector:
             run_seed: part of every sample's seed.
             timeout_seconds: of one episode, scoring not included, counted from when it starts.
             max_concurrency: episodes at once; below the size of a step, the engine's batches are smaller too.
-            on_progress: called on the event loop; must return at once.
+            hooks: see there.
         """
         if timeout_seconds <= 0 or max_concurrency < 1:
             raise ConfigError(
@@ -74,8 +95,9 @@ class Collector:
         self._run_seed = run_seed
         self._timeout_seconds = timeout_seconds
         self._max_concurrency = max_concurrency
-        self._on_progress = on_progress
-        self._runner = asyncio.Runner()
+        self._hooks = hooks or CollectorHooks()
+        self._runner: LoopRunner = self._hooks.runner or asyncio.Runner()
+        self._gate = asyncio.Semaphore(max_concurrency)
 
     def collect(
         self,
@@ -99,16 +121,38 @@ class Collector:
             ConfigError: a prompt asks for an environment that is not there.
         """
         for prompt in prompts:
-            if prompt.env not in self._environments:
-                known = ", ".join(sorted(self._environments))
-                raise ConfigError(f"prompt {prompt.prompt_id}: no environment {prompt.env!r} is set up; known: {known}")
+            self._refuse_unknown(prompt)
         starts = first_indices if first_indices is not None else group_starts(Counter(), prompts, group_size)
         jobs = [(prompt, start + i) for prompt, start in zip(prompts, starts, strict=True) for i in range(group_size)]
-        trajectories = self.run(self._play_all(jobs, step, params))
-        return [
-            RolloutGroup(prompt, tuple(trajectories[i * group_size : (i + 1) * group_size]))
-            for i, prompt in enumerate(prompts)
-        ]
+        played = self.run(self._play_all(jobs, step, params))
+        groups = []
+        for i, prompt in enumerate(prompts):
+            of_group = played[i * group_size : (i + 1) * group_size]
+            groups.append(RolloutGroup(prompt, tuple(one.trajectory for one in of_group)))
+            if self._hooks.on_span is not None and step:  # step 0 is evaluation
+                start, end = min(one.start for one in of_group), max(one.end for one in of_group)
+                self._hooks.on_span(prompt.prompt_id, start, end, {"step": step})
+        return groups
+
+    async def play(
+        self, prompt: Prompt, index: int, *, step: int, params: SamplingParams, number: int | None = None
+    ) -> Trajectory:
+        """One scored episode, for who is on this event loop already.
+
+        Args:
+            prompt: what is asked.
+            index: sample index, which with `step` makes the seed.
+            step: part of the seed.
+            params: but for the seed.
+            number: stands in the request's name in place of `index`, where several steps are asked for at once.
+
+        Raises:
+            ConfigError: the prompt asks for an environment that is not there.
+        """
+        self._refuse_unknown(prompt)
+        seeded = replace(params, seed=sample_seed(self._run_seed, step, prompt.prompt_id, index))
+        name = request_id(prompt.prompt_id, index if number is None else number)
+        return await self._episode(prompt, name, seeded, self._gate)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run anything else that needs this loop, such as publishing weights to the same engine."""
@@ -118,26 +162,31 @@ class Collector:
         """Cancel what still runs and close the event loop."""
         self._runner.close()
 
-    async def _play_all(self, jobs: list[tuple[Prompt, int]], step: int, params: SamplingParams) -> list[Trajectory]:
+    async def _play_all(self, jobs: list[tuple[Prompt, int]], step: int, params: SamplingParams) -> list[_Played]:
         gate = asyncio.Semaphore(self._max_concurrency)
         finished = 0
 
-        async def play(prompt: Prompt, index: int) -> Trajectory:
+        async def play(prompt: Prompt, index: int) -> _Played:
             nonlocal finished
             seeded = replace(params, seed=sample_seed(self._run_seed, step, prompt.prompt_id, index))
-            trajectory = await self._episode(prompt, index, seeded, gate)
+            start = time.perf_counter()
+            trajectory = await self._episode(prompt, request_id(prompt.prompt_id, index), seeded, gate)
             finished += 1
-            if self._on_progress is not None:
-                self._on_progress(finished, len(jobs))
-            return trajectory
+            if self._hooks.on_progress is not None:
+                self._hooks.on_progress(finished, len(jobs))
+            return _Played(trajectory, start, time.perf_counter())
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(play(prompt, index)) for prompt, index in jobs]
         return [task.result() for task in tasks]
 
-    async def _episode(self, prompt: Prompt, index: int, params: SamplingParams, gate: asyncio.Semaphore) -> Trajectory:
+    def _refuse_unknown(self, prompt: Prompt) -> None:
+        if prompt.env not in self._environments:
+            known = ", ".join(sorted(self._environments))
+            raise ConfigError(f"prompt {prompt.prompt_id}: no environment {prompt.env!r} is set up; known: {known}")
+
+    async def _episode(self, prompt: Prompt, name: str, params: SamplingParams, gate: asyncio.Semaphore) -> Trajectory:
         """Play and score; whatever fails marks this one trajectory. Scoring does not hold up the next episode."""
-        name = request_id(prompt.prompt_id, index)
         trajectory = _unplayed(prompt, params)
         deadline = asyncio.timeout(self._timeout_seconds)
         try:

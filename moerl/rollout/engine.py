@@ -19,7 +19,7 @@ the configuration is read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,8 +78,15 @@ class TextSampler(Protocol):
         """Raise RolloutError for what `generate` could not serve."""
         ...
 
-    def generate(self, prompts: Sequence[np.ndarray], params: Sequence[SamplingParams]) -> Sequence[SampledText]:
-        """One completion per prompt, in order."""
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        params: Sequence[SamplingParams],
+        should_abort: Callable[[], bool] | None = None,
+    ) -> Sequence[SampledText]:
+        """One completion per prompt, in order; `should_abort`, asked between tokens, ends those that are not finished
+        with what they have, at least one token.
+        """
         ...
 
 

@@ -31,6 +31,26 @@ def rollout_metrics(groups: Sequence[RolloutGroup], version: int) -> Metrics:
     return metrics
 
 
+def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> Metrics:
+    """How many versions older than `version` the sampled tokens of `groups` are; every token counts for itself.
+
+    `rollout/staleness_mean`, `rollout/staleness_max`, `rollout/staleness_fraction` (of tokens that are older at all),
+    `rollout/staleness_mixed_fraction` (of the answers with tokens, those of several versions).
+    """
+    metrics: Metrics = {}
+    for trajectory in (t for group in groups for t in group.trajectories if t.version_spans):
+        lags = [(end - start, version - sampled) for start, end, sampled in trajectory.version_spans]
+        length = sum(count for count, _ in lags)
+        one: Metrics = {
+            "rollout/staleness_mean": Mean(sum(count * lag for count, lag in lags), length),
+            "rollout/staleness_max": Max(max(lag for _, lag in lags)),
+            "rollout/staleness_fraction": Mean(sum(count for count, lag in lags if lag > 0), length),
+            "rollout/staleness_mixed_fraction": Mean(float(len({lag for _, lag in lags}) > 1)),
+        }
+        merge_into(metrics, one)
+    return metrics
+
+
 def is_right(trajectory: Trajectory) -> bool:
     """Whether the first reward of the trajectory is at least one half."""
     return next(iter(trajectory.reward_components.values()), 0.0) >= 0.5

@@ -13,6 +13,8 @@ from moerl.metrics import Max, Mean, Metrics
 @dataclass
 class _Rate:
     tokens: float = 0
+    seconds: float = 0.0
+    """Beside those of the phases."""
     phases: set[str] = field(default_factory=set)
 
 
@@ -44,10 +46,16 @@ class Timers:
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - start
 
-    def count_tokens(self, name: str, tokens: int, *, phases: Sequence[str]) -> None:
-        """Report `perf/<name>_tokens_per_second`: tokens counted under `name`, by the seconds of `phases`."""
+    def count_tokens(self, name: str, tokens: int, *, phases: Sequence[str], seconds: float | None = None) -> None:
+        """Report `perf/<name>_tokens_per_second`: tokens counted under `name`, by the seconds of `phases`.
+
+        `seconds`, where they are known otherwise, stand in for those of the phases.
+        """
         rate = self._rates.setdefault(name, _Rate())
         rate.tokens += tokens
+        if seconds is not None:
+            rate.seconds += seconds
+            return
         rate.phases.update(phases)
 
     def count_flops(self, flops: float, *, phases: Sequence[str]) -> None:
@@ -67,7 +75,7 @@ class Timers:
         metrics: Metrics = {f"perf/{phase}_seconds": Max(seconds) for phase, seconds in self._seconds.items()}
         metrics["perf/step_seconds"] = Max(now - self._since)
         for name, rate in self._rates.items():
-            seconds = sum(self._seconds.get(phase, 0.0) for phase in rate.phases)
+            seconds = rate.seconds + sum(self._seconds.get(phase, 0.0) for phase in rate.phases)
             metrics[f"perf/{name}_tokens_per_second"] = Mean(float(rate.tokens) if seconds else 0.0, seconds)
         seconds = sum(self._seconds.get(phase, 0.0) for phase in self._flops.phases)
         if seconds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from moerl.types import Completion, LocalArray, SamplingParams, WeightBucket
 
 logger = logging.getLogger(__name__)
 
+PAUSE_MODES = ("wait", "abort")
 _QUIET_TURNS = 2
 """Turns of the event loop without a new request after which a batch starts."""
 
@@ -30,6 +32,9 @@ class LocalEngineConfig:
     """Fake precision of the sampler's weights: fp32, bf16, int8, fp8 or int4. Read by build.py."""
     max_batch_size: int = 512
     """Most requests in one batch; more wait for the next."""
+    pause_mode: str = "wait"
+    """At a weight update the running batch is waited for (`wait`), or cut off after its present token (`abort`): what
+    is not finished comes back with reason `abort`, and the environment asks to continue it."""
 
 
 @dataclass(slots=True)
@@ -51,6 +56,12 @@ class LocalEngine:
         """`policy_version` is that of the weights which the sampler already holds."""
         if cfg.max_batch_size < 1:
             raise RolloutError(f"rollout.engine.max_batch_size={cfg.max_batch_size} must be 1 or more")
+        if cfg.pause_mode not in PAUSE_MODES:
+            raise RolloutError(
+                f"rollout.engine.pause_mode={cfg.pause_mode!r}, but must be one of {', '.join(PAUSE_MODES)}"
+            )
+        self._aborts = cfg.pause_mode == "abort"
+        self._abort = threading.Event()
         self.policy_version = policy_version
         self._max_batch_size = cfg.max_batch_size
         self._sampler = sampler
@@ -81,14 +92,17 @@ class LocalEngine:
         return await request.answer
 
     async def pause(self) -> None:
-        """Let the running batch finish and start no other."""
+        """Let the running batch finish, or cut it off, and start no other."""
         self._paused = True
+        if self._aborts:
+            self._abort.set()
         if self._running is not None:
             await asyncio.wait([asyncio.wrap_future(self._running)])
 
     async def resume(self) -> None:
         """Start batches again, with what has waited; an update whose last bucket has not come is dropped."""
         self._forget_update()
+        self._abort.clear()
         self._paused = False
         self._start_drain()
 
@@ -125,6 +139,7 @@ class LocalEngine:
     def close(self) -> None:
         """Cancel what waits, let the running batch end, stop the worker thread. A second call does nothing."""
         self._closed = True
+        self._abort.set()
         while self._waiting:
             request = self._waiting.popleft()
             loop = request.answer.get_loop()
@@ -182,7 +197,11 @@ class LocalEngine:
 
     def _generate(self, batch: list[_Request]) -> list[Completion]:
         """In the worker thread, as is `_swap`: the version cannot change meanwhile."""
-        sampled = self._sampler.generate([r.prompt for r in batch], [r.params for r in batch])
+        prompts, params = [r.prompt for r in batch], [r.params for r in batch]
+        if self._aborts:
+            sampled = self._sampler.generate(prompts, params, self._abort.is_set)
+        else:
+            sampled = self._sampler.generate(prompts, params)
         return [_completion(one, self.policy_version) for one in sampled]
 
     def _swap(self, weights: dict[str, Tensor], version: int) -> None:

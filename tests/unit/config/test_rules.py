@@ -68,7 +68,20 @@ def test_the_defaults_pass(base):
         ),
         (["parallel.expert=4"], ["parallel.expert x parallel.expert_tensor x parallel.pipeline = 4 x 1 x 1 = 4"]),
         (["parallel.virtual_pipeline=2"], ["parallel.virtual_pipeline is 2 with parallel.pipeline=1"]),
-        (["rollout.max_staleness=1"], ["rollout.max_staleness is 1", "set it to 0"]),
+        (
+            ["rollout.max_staleness=1", "rollout.engine=dataset"],
+            ["rollout.max_staleness is 1 with rollout.engine=dataset", "no policy samples", "set it to 0"],
+        ),
+        (
+            ["rollout.max_staleness=2", "algorithm.filters=[{name: duplicates, mode: resample}]"],
+            ["rollout.max_staleness is 2 with algorithm.filters[0] (duplicates, mode=resample)", "set mode=mask"],
+        ),
+        (["rollout.max_staleness=-1"], ["rollout.max_staleness is -1", "at least 0"]),
+        (["rollout.long_tail=drop"], ["rollout.long_tail is drop with rollout.max_staleness=0", "set", "to 1 or more"]),
+        (["rollout.oversampling=1.5"], ["rollout.oversampling is 1.5 with rollout.max_staleness=0", "refill_rounds"]),
+        (["rollout.oversampling=0.5"], ["rollout.oversampling is 0.5", "at least 1"]),
+        (["rollout.long_tail=wiat"], ["did you mean 'wait'?"]),
+        (["telemetry.trace_max_bytes=-1"], ["telemetry.trace_max_bytes is -1", "at least 0"]),
         (["rollout.group_size=1"], ["rollout.group_size is 1", "algorithm.advantage", "singleton=raw"]),
         (["batch.num_minibatches=17"], ["batch.num_minibatches is 17", "rollout.prompts_per_step, 16"]),
         (["batch.max_tokens_per_microbatch=1535"], ["1535", "data.max_prompt_tokens", "1024 + 512 = 1536"]),
@@ -235,7 +248,7 @@ def test_two_data_sets_of_one_name(base, tmp_path):
 
 
 def test_all_faults_come_in_one_error_with_the_extra_rules(base):
-    cfg = load_config(base, ["rollout.temperature=0", "optim.lr=-1", "rollout.max_staleness=2"])
+    cfg = load_config(base, ["rollout.temperature=0", "optim.lr=-1", "rollout.oversampling=2"])
 
     def extra(values):
         return [f"preset is {values['algorithm']['preset']}", "twice", "twice"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moerl.errors import ConfigError, RolloutError
-from moerl.rollout.collect import Collector, group_starts
+from moerl.rollout.collect import Collector, CollectorHooks, group_starts
 from moerl.rollout.engine import sample_seed
 from moerl.types import Prompt, SamplingParams, Trajectory
 
@@ -186,7 +186,7 @@ def test_no_more_episodes_at_once_than_allowed(stage, limit):
 def test_progress_counts_every_episode(stage):
     _, _, make = stage
     seen: list[tuple[int, int]] = []
-    collector = make(on_progress=lambda done, total: seen.append((done, total)))
+    collector = make(hooks=CollectorHooks(on_progress=lambda done, total: seen.append((done, total))))
     collector.collect([prompt("a"), prompt("broken")], step=0, group_size=2, params=PARAMS)
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
 

@@ -1,0 +1,43 @@
+"""Rules of generation that runs ahead of training. Part of `rules.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from moerl.config.schema import RunConfig
+
+
+def ahead(cfg: RunConfig) -> Iterator[str]:
+    """What `rollout.max_staleness` above 0 cannot be combined with."""
+    rollout = cfg.rollout
+    if rollout.max_staleness < 1:
+        return
+    seen = f"rollout.max_staleness is {rollout.max_staleness}"
+    if rollout.engine.get("name") == "dataset":
+        yield f"{seen} with rollout.engine=dataset, whose completions no policy samples: set it to 0"
+    for index, node in enumerate(cfg.algorithm.filters):
+        if node.get("name") == "duplicates" and node.get("mode") == "resample":
+            yield (
+                f"{seen} with algorithm.filters[{index}] (duplicates, mode=resample), which samples answers anew once "
+                "its step's groups are there; groups ahead of training belong to no step yet: set mode=mask, or "
+                "rollout.max_staleness=0"
+            )
+
+
+def on_policy(cfg: RunConfig) -> Iterator[str]:
+    """What means nothing where every group is sampled for its own step."""
+    if cfg.rollout.max_staleness == 0 and cfg.rollout.long_tail in ("resume", "drop"):
+        yield (
+            f"rollout.long_tail is {cfg.rollout.long_tail} with rollout.max_staleness=0, where a step waits for all of "
+            "its answers, as a later one would be of an older version: set rollout.max_staleness to 1 or more, or "
+            "rollout.long_tail=wait"
+        )
+    if cfg.rollout.max_staleness == 0 and cfg.rollout.oversampling > 1:
+        yield (
+            f"rollout.oversampling is {cfg.rollout.oversampling:g} with rollout.max_staleness=0, where what is left "
+            "over would be too old for the next step: set it to 1 (algorithm.refill_rounds makes up for filtered "
+            "groups), or rollout.max_staleness to 1 or more"
+        )
+
+
+RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (ahead, on_policy)
