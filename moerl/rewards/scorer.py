@@ -42,6 +42,11 @@ class RewardScorer:
         """Weight by component name, in the order of the configuration."""
         return {component.name: component.weight for component in self._components}
 
+    @property
+    def pool(self) -> SandboxPool:
+        """The walled processes; environments use them too."""
+        return self._pool
+
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         """With `reward_components` (raw values) and `reward` (weighted sum), or with status `error`.
 
