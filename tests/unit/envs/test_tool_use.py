@@ -236,9 +236,12 @@ def test_thoughts_hold_no_calls():
     assert len(parse_calls(call("1"), how)) == 1
 
 
-@given(st.text(alphabet=[*'<>/tol_ca{}":,1', "<tool_call>", "</tool_call>", '{"name": "x"}', "[" * 300]))
-def test_no_text_makes_the_reader_raise(text):
-    for found in parse_calls(text, HERMES):
+PIECES = [*'<>/tol_ca{}":,1', "<tool_call>", "</tool_call>", '{"name": "x"}', "[" * 300]
+
+
+@given(st.lists(st.sampled_from(PIECES)))
+def test_no_text_makes_the_reader_raise(pieces):
+    for found in parse_calls("".join(pieces), HERMES):
         assert isinstance(found, Call | Malformed)
 
 
