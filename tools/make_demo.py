@@ -3,7 +3,8 @@ r"""Make the demo's data and its untrained policy, the same bytes every time: `p
 The task, "sum": `3+8-5+9=?`, three to six single digits, every partial value in 0..19. A good answer works step by step
 and boxes the result, `3+8=11,11-5=6,6+9=15\boxed{15}`. The warm-start rows (sft.parquet, in training order) teach the
 steps first and then the bad habit of answering at once, which reinforcement learning has to undo. For the recipe with a
-tool, calculator_sft.parquet teaches to call one, `<3+8-5+9>` (the calculator then writes `15;`), in a third of the answers.
+tool, calculator_sft.parquet teaches to call one, `<3+8-5+9>` (the calculator then writes `15;`), in a third of the
+answers.
 """
 
 from __future__ import annotations

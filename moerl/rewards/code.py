@@ -174,13 +174,13 @@ class Code:
             "call_function", program=program, function=function, arguments=arguments, keywords=keywords
         )
 
-    async def _run(self, function: str, **kwargs: Any) -> Mapping[str, Any]:
+    async def _run(self, entry: str, **kwargs: Any) -> Mapping[str, Any]:
         """An outcome of the form that `judges/program.py` promises, whatever the program wrote in its place."""
         kwargs["max_output_bytes"] = self._config.max_output_bytes
-        verdict = await self._pool.run(f"{_PROGRAM}:{function}", kwargs, timeout_seconds=self._config.timeout_seconds)
+        verdict = await self._pool.run(f"{_PROGRAM}:{entry}", kwargs, timeout_seconds=self._config.timeout_seconds)
         if verdict.error:
             return {"failed": verdict.error, "text": verdict.text}
-        outcome, wanted = verdict.value, "stdout" if function == "run_script" else "value"
+        outcome, wanted = verdict.value, "stdout" if entry == "run_script" else "value"
         if not isinstance(outcome, dict):
             return {"failed": "crash", "text": "the process wrote no outcome"}
         if "failed" in outcome:

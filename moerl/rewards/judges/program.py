@@ -93,14 +93,19 @@ def _connect(data: bytes, max_output_bytes: int) -> int:
     if data and os.write(filling, data) < len(data):
         raise OSError(f"an input of {len(data)} bytes does not fit in a pipe of this machine")
     os.close(filling)
-    os.dup2(reading, 0)
-    os.close(reading)
+    _place(reading, 0)
     output, printing = os.pipe()
     _resize(printing, max_output_bytes)
     os.set_blocking(printing, False)
-    os.dup2(printing, 1)
-    os.close(printing)
+    _place(printing, 1)
     return output
+
+
+def _place(descriptor: int, where: int) -> None:
+    """Descriptor 0 is closed at the start, so that the first pipe may be given that number."""
+    if descriptor != where:
+        os.dup2(descriptor, where)
+        os.close(descriptor)
 
 
 def _resize(pipe: int, size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -130,7 +131,7 @@ LIARS = {
     "equal to all": "class E:\n    def __eq__(self, o): return True\ndef add(a, b): return E()",
     "int that lies": "class E(int):\n    def __eq__(self, o): return True\ndef add(a, b): return E()",
     "builtins changed": "import builtins\nbuiltins.abs = lambda x: 3\nimport operator\ndef add(a, b): return 0",
-    "assertion gone": "import builtins\nclass A(BaseException): pass\nbuiltins.AssertionError = A\ndef add(a, b): return 9",
+    "assertion gone": "import builtins\nclass A(Exception): pass\nbuiltins.AssertionError=A\ndef add(a, b): return 9",
     "ends well": "import os, sys\ndef add(a, b): sys.exit(0)",
     "ends at once": "import os\ndef add(a, b): os._exit(0)",
     "looks for the answer": (
@@ -378,7 +379,5 @@ def test_plain_values_come_back_with_their_types(value):
     )
 )
 def test_whatever_a_program_writes_never_ends_the_reader(value):
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         decode(value)
-    except (TypeError, ValueError):
-        pass
