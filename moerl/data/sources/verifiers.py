@@ -1,7 +1,7 @@
 """Tasks of a taskset of the PyPI package `verifiers` (0.4, `verifiers.v1`); the reward `verifiers` scores them.
 
 Covered: tasksets whose tasks bring a prompt (text or messages, a system prompt too) and are scored offline, by
-`@reward` and `@metric` functions of the task and the trace, or by plugged judges. The policy answers through moerl's own
+`@reward` and `@metric` functions of task and trace, or by plugged judges. The policy answers through moerl's own
 engine and environment, so the tokens that are trained on are the ones that were sampled. Not covered, and refused here:
 tasks with tool servers, a container, a `setup` or `finalize`, hooks that need a runtime, a user who speaks first,
 pictures. Harnesses, runtimes and the interception server of verifiers are not used.
