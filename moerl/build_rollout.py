@@ -17,7 +17,7 @@ from moerl.build_weights import weight_sender
 from moerl.config.schema import DatasetConfig, RunConfig
 from moerl.data.chat import ChatTokenizer
 from moerl.data.prompts import PromptSet, check_disjoint, load_dataset
-from moerl.data.templating import PromptTemplate, resolve_template, rewritten
+from moerl.data.templating import PromptTemplate, announcing, resolve_template, rewritten
 from moerl.envs import environments
 from moerl.errors import ConfigError, DataError
 from moerl.evaluate import EvaluationSet, Evaluator
@@ -28,6 +28,7 @@ from moerl.models.sharded import open_weights
 from moerl.protocols import Environment, RolloutEngine, Span
 from moerl.reference.config import ReferenceConfig
 from moerl.reference.sampling import Sampler
+from moerl.rewards.pool import SandboxPool
 from moerl.rewards.scorer import RewardScorer, build_scorer
 from moerl.rollout.collect import Collector, CollectorHooks
 from moerl.rollout.engine import RouteLayout, ServedModel, engines
@@ -82,6 +83,11 @@ class GivenScorer:
         """Counts of answers without a verdict since the last call."""
         return self._inner.take_metrics()
 
+    @property
+    def pool(self) -> SandboxPool:
+        """Of the inner scorer."""
+        return self._inner.pool
+
     def close(self) -> None:
         """Close the inner scorer."""
         self._inner.close()
@@ -114,10 +120,12 @@ def load_data(cfg: RunConfig, *, with_train: bool = True) -> Data:
         )
         return tuple(replace(one, prompts=tuple(replace(p, env=env) for p in one.prompts)) for one in sets)
 
-    train = ()
+    train, environment, held_out_environment = (), cfg.rollout.environment["name"], _evaluation_environment(cfg)
+    asked = _asked(cfg, template, tokenizer)
     if with_train:
-        train = load(cfg.data.train, _asked(cfg, template, tokenizer), cfg.rollout.environment["name"])
-    held_out = load(cfg.evaluation.sets, template, _evaluation_environment(cfg))
+        train = load(cfg.data.train, asked, environment)
+    is_same = held_out_environment == environment
+    held_out = load(cfg.evaluation.sets, asked if is_same else template, held_out_environment)
     if cfg.data.check_disjoint:
         check_disjoint(train, held_out)
     given = frozenset(item.name for item in train) if is_supervised(cfg) else frozenset()
@@ -296,6 +304,8 @@ def _asked(cfg: RunConfig, template: PromptTemplate, tokenizer: ChatTokenizer) -
                 f"rollout.environment ({plugin.name}): the tokenizer of {tokenizer.folder} cannot write "
                 f"{', '.join(map(repr, unknown))}; choose markers from its vocabulary"
             )
+    if "schemas" in plugin.traits:
+        template = announcing(template, plugin.traits["schemas"](env_cfg))
     if "rewrite" not in plugin.traits:
         return template
     return rewritten(template, partial(plugin.traits["rewrite"], env_cfg))
@@ -314,10 +324,16 @@ def _environments(cfg: RunConfig, data: Data) -> dict[str, Environment]:
         _evaluation_environment(cfg): {"name": _evaluation_environment(cfg)},
         cfg.rollout.environment["name"]: cfg.rollout.environment,
     }
+    given = {
+        "decode": data.tokenizer.decode,
+        "max_context_tokens": longest,
+        "dialogue": data.tokenizer,
+        "sandbox": data.scorer.pool,
+    }
     made: dict[str, Environment] = {}
     for name, node in nodes.items():
         plugin, env_cfg = environments.resolve(node, where="rollout.environment")
-        made[name] = plugin.target(env_cfg, decode=data.tokenizer.decode, max_context_tokens=longest)
+        made[name] = plugin.target(env_cfg, **{word: given[word] for word in plugin.traits["injects"]})
     return made
 
 

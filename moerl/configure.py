@@ -89,6 +89,11 @@ def _environment_rules(cfg: RunConfig) -> list[str]:
             f"rollout.environment={plugin.name} rewrites the task, and rollout.engine=dataset answers with the file's "
             "completions of the task as it is; use single_turn"
         )
+    if plugin.traits.get("multi_turn") and engine.name == "dataset":
+        found.append(
+            f"rollout.environment={plugin.name} asks several times, and rollout.engine=dataset has one completion a "
+            "prompt; use single_turn"
+        )
     return found
 
 

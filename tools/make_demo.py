@@ -2,7 +2,9 @@ r"""Make the demo's data and its untrained policy, the same bytes every time: `p
 
 The task, "sum": `3+8-5+9=?`, three to six single digits, every partial value in 0..19. A good answer works step by step
 and boxes the result, `3+8=11,11-5=6,6+9=15\boxed{15}`. The warm-start rows (sft.parquet, in training order) teach the
-steps first and then the bad habit of answering at once, which reinforcement learning has to undo.
+steps first and then the bad habit of answering at once, which reinforcement learning has to undo. For the recipe with a
+tool, calculator_sft.parquet teaches to call one, `<3+8-5+9>` (the calculator then writes `15;`), in a third of the
+answers.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ NUM_TRAIN, NUM_HELDOUT = 4096, 256
 TRAIN_SEED, HELDOUT_SEED = 777, 12345
 BATCH = 64
 WITHOUT_BOX = 0.15
+CALLS, CALLS_SEED, CALLING = 80, 2, 0.35
+"""(batches, seed, share of answers that call) of the warm start that teaches the calculator's calls."""
 PHASES = ((420, 0.2, 0), (100, 0.7, 1))
 """(batches, share of direct answers, seed) of the warm start's phases."""
 
@@ -73,6 +77,15 @@ def draw_completions(train: Sequence[Task]) -> Iterator[dict[str, str]]:
             steps = "" if rng.random() < direct else task.steps
             ending = f"={task.answer}" if rng.random() < WITHOUT_BOX else f"\\boxed{{{task.answer}}}"
             yield {"prompt": task.prompt, "answer": task.answer, "completion": steps + ending}
+
+
+def draw_calls(train: Sequence[Task]) -> Iterator[dict[str, str]]:
+    """Rows that call the calculator in part, with its answer where it will stand, or answer at once."""
+    rng = random.Random(CALLS_SEED)
+    for _ in range(CALLS * BATCH):
+        task = train[rng.randrange(len(train))]
+        call = f"<{task.prompt.removesuffix('=?')}>{task.answer};" if rng.random() < CALLING else ""
+        yield {"prompt": task.prompt, "answer": task.answer, "completion": f"{call}\\boxed{{{task.answer}}}"}
 
 
 def write_jsonl(path: Path, tasks: Sequence[Task]) -> None:
@@ -177,6 +190,9 @@ def write_demo(out: Path, say: Callable[[str], None]) -> list[Path]:
     rows = list(draw_completions(train))
     write_parquet(data / "sft.parquet", rows)
     say(f"warm start: {len(rows)} rows in training order")
+    calls = list(draw_calls(train))
+    write_parquet(data / "calculator_sft.parquet", calls)
+    say(f"warm start with a calculator: {len(calls)} rows in training order")
     for name, value in policy_files().items():
         (policy / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     files = sorted(path for folder in (data, policy) for path in folder.iterdir() if path.is_file())

@@ -13,6 +13,9 @@ from moerl.data.rows import Row
 from moerl.data.templating import PromptTemplate
 from moerl.errors import DataError
 
+_PLACE = "moerl-was-here-5d1c"
+"""Stands for what the policy sampled, where a chat template is asked what follows it."""
+
 
 class ChatTokenizer:
     """The tokenizer of a Hugging Face folder. Only local files are read and no code of the folder is run."""
@@ -47,6 +50,8 @@ class ChatTokenizer:
         self.eos_token_id: int = self.stop_token_ids[0] if eos is None else int(eos)
         pad = self._tokenizer.pad_token_id
         self.pad_token_id: int = self.eos_token_id if pad is None else int(pad)
+        added = [token for token in self._tokenizer.get_added_vocab() if len(token) > 1]
+        self._added = sorted(added, key=lambda token: (-len(token), token))
 
     @property
     def vocab_size(self) -> int:
@@ -72,8 +77,10 @@ class ChatTokenizer:
             raise DataError(f"{row.source}: the prompt has no tokens")
         return np.asarray(ids, dtype=np.int32)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], source: str) -> str:
-        """Messages in the folder's chat template, with the generation prompt.
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], source: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Messages in the folder's chat template, with the generation prompt; `tools` are JSON schemas of functions.
 
         Raises:
             DataError: the folder has no chat template, or it refuses the messages.
@@ -82,10 +89,52 @@ class ChatTokenizer:
             raise DataError(f"{source}: needs a chat template and {self.folder} has none; use data.template=none")
         from jinja2 import TemplateError
 
+        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
-            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **options
+            )
         except TemplateError as error:
             raise DataError(f"{source}: the chat template refuses the messages ({error})") from error
+        unsaid = [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]
+        if unsaid:
+            raise DataError(
+                f"{source}: the chat template of {self.folder} does not announce the tools {', '.join(unsaid)}; set "
+                "rollout.environment.announce=false and describe them in the prompt, or take another model"
+            )
+        return text
+
+    def after_calls(self, results: Sequence[str]) -> str:
+        """What the chat template writes after an assistant's content that tools answered with `results`, up to where
+        the assistant speaks again.
+
+        Raises:
+            DataError: the folder has no chat template, or one that refuses or leaves out messages of the role `tool`.
+        """
+        where = "rollout.environment"
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACE}]
+        messages += [{"role": "tool", "content": result} for result in results]
+        _, place, rest = self.apply_chat_template(messages, where).partition(_PLACE)
+        if not place or any(result.strip() not in rest for result in results) or rest == results[0]:
+            raise DataError(
+                f"{where}: the chat template of {self.folder} does not write what a tool answers as a turn of its own; "
+                "set results=text with result_open and result_close, or take a model whose template does"
+            )
+        return rest
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """Token ids [s] int32 of `text` and nothing else; what reads like an added token is that token.
+
+        Raises:
+            DataError: the tokenizer has no tokens for it.
+        """
+        return np.asarray(self._encode(text, "text between turns", add_special_tokens=False), dtype=np.int32)
+
+    def without_added_tokens(self, text: str) -> str:
+        """`text` with a space inside whatever the tokenizer would read as an added token, such as the end of a turn."""
+        for token in self._added:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
 
     def can_write(self, text: str) -> bool:
         """Whether there are tokens for `text` that read as it, white space around it aside."""

@@ -29,8 +29,13 @@ class ChatTemplate(Protocol):
         """Whether there is one."""
         ...
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], source: str) -> str:
-        """Messages up to where the answer starts. Raises `DataError` where there is none, or it refuses them."""
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], source: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Messages up to where the answer starts, with the JSON schemas of `tools`.
+
+        Raises `DataError` where there is no template, or it refuses them or says nothing of the tools.
+        """
         ...
 
 
@@ -75,6 +80,32 @@ def rewritten(template: PromptTemplate, rewrite: Callable[[str], str]) -> Prompt
         return template.render(replace(row, prompt=messages), chat)
 
     return replace(template, render=render)
+
+
+@dataclass(frozen=True, slots=True)
+class _Announcing:
+    """A chat template that is always told of the same tools."""
+
+    inner: ChatTemplate
+    tools: Sequence[Mapping[str, Any]]
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.inner.has_chat_template
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], source: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        return self.inner.apply_chat_template(messages, source, [*self.tools, *tools])
+
+
+def announcing(template: PromptTemplate, tools: Sequence[Mapping[str, Any]]) -> PromptTemplate:
+    """`template` whose chat template announces `tools` (JSON schemas of functions)."""
+
+    def render(row: Row, chat: ChatTemplate) -> PromptText:
+        return template.render(row, _Announcing(chat, tools))
+
+    return replace(template, render=render) if tools else template
 
 
 def question_of(row: Row, template: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +43,12 @@ class JoinedRoutes:
 
 
 class Episode:
-    """Prompt and sampled tokens so far. A completion always continues the whole of `token_ids`."""
+    """Prompt, sampled tokens and what was put between turns, so far. A completion continues the whole of `token_ids`.
+
+    Sampled ids are kept as they came: nothing is decoded and encoded again. Tokens of `add_context` are in no loss and
+    have logprob 0; their routes, and that of the last sampled token before them, come with the next completion, whose
+    rows reach back to the start.
+    """
 
     def __init__(self, prompt_ids: np.ndarray, *, temperature: float, wants_routes: bool) -> None:
         self.token_ids = np.asarray(prompt_ids, dtype=np.int32)
@@ -51,6 +57,7 @@ class Episode:
         self._temperature = temperature
         self._wants_routes = wants_routes
         self._logprobs = [np.zeros(self._prompt_length, dtype=np.float32)]
+        self._mask = [np.zeros(self._prompt_length, dtype=bool)]
         self._spans: list[tuple[int, int, int]] = []
         self._route_parts: list[tuple[ArrayRef, int, int]] = []
         self._num_routed = 0
@@ -62,14 +69,19 @@ class Episode:
         self._top: list[TopLogprobs] = []
 
     @property
-    def num_sampled(self) -> int:
-        """Tokens that the policy chose."""
+    def num_added(self) -> int:
+        """Tokens after the prompt, sampled or not."""
         return len(self.token_ids) - self._prompt_length
 
-    @property
-    def sampled_tokens(self) -> np.ndarray:
-        """[s]."""
-        return self.token_ids[self._prompt_length :]
+    def add_context(self, token_ids: np.ndarray) -> None:
+        """Append tokens [s] that the policy did not choose, such as what a tool answered."""
+        tokens = np.asarray(token_ids, dtype=np.int32)
+        self.token_ids = np.concatenate([self.token_ids, tokens])
+        self._mask.append(np.zeros(len(tokens), dtype=bool))
+        self._logprobs.append(np.zeros(len(tokens), dtype=np.float32))
+        self._support_sizes.append(np.zeros(len(tokens), dtype=np.int64))
+        if self._top:
+            self._top.append(_no_top(len(tokens), self._top[0].ids.shape[1]))
 
     def add(self, completion: Completion, params: SamplingParams, request_id: str) -> None:
         """Append what the engine answered to `params`.
@@ -97,11 +109,18 @@ class Episode:
             self._add_top(completion.top_logprobs, (count, params.top_logprobs), request_id)
         self.token_ids = np.concatenate([self.token_ids, tokens])
         self._logprobs.append(np.asarray(completion.logprobs, dtype=np.float32))
+        self._mask.append(np.ones(count, dtype=bool))
         if count:
             self._add_spans(completion, before, count, request_id)
 
     def finish(
-        self, *, text: str, finish_reason: FinishReason, status: TrajectoryStatus = "ok", error: str = ""
+        self,
+        *,
+        text: str,
+        finish_reason: FinishReason,
+        status: TrajectoryStatus = "ok",
+        error: str = "",
+        metrics: Mapping[str, float] | None = None,
     ) -> Trajectory:
         """The trajectory, not scored."""
         length = len(self.token_ids)
@@ -117,7 +136,7 @@ class Episode:
             support = Support(np.concatenate(self._support_ids).astype(np.int32), offsets)
         return Trajectory(
             token_ids=self.token_ids,
-            loss_mask=np.arange(length) >= self._prompt_length,
+            loss_mask=np.concatenate(self._mask),
             rollout_logprobs=np.concatenate(self._logprobs),
             temperature=self._temperature,
             finish_reason=finish_reason,
@@ -129,6 +148,7 @@ class Episode:
             response_text=text,
             status=status,
             error=error,
+            metrics=dict(metrics or {}),
         )
 
     def _add_routes(self, completion: Completion, before: int, count: int, request_id: str) -> None:
@@ -172,10 +192,9 @@ class Episode:
     def _joined_top(self) -> TopLogprobs | None:
         if not self._top:
             return None
-        prompt = (self._prompt_length, self._top[0].ids.shape[1])
-        ids = [np.full(prompt, -1, dtype=np.int32), *(one.ids for one in self._top)]
-        logprobs = [np.full(prompt, -np.inf, dtype=np.float32), *(one.logprobs for one in self._top)]
-        return TopLogprobs(np.concatenate(ids).astype(np.int32), np.concatenate(logprobs).astype(np.float32))
+        parts = [_no_top(self._prompt_length, self._top[0].ids.shape[1]), *self._top]
+        ids = np.concatenate([one.ids for one in parts]).astype(np.int32)
+        return TopLogprobs(ids, np.concatenate([one.logprobs for one in parts]).astype(np.float32))
 
     def _add_spans(self, completion: Completion, before: int, count: int, request_id: str) -> None:
         spans = completion.version_spans or ((0, count, completion.policy_version),)
@@ -189,3 +208,8 @@ class Episode:
         if self._spans and self._spans[-1][1:] == (start, version):
             start = self._spans.pop()[0]
         self._spans.append((start, end, version))
+
+
+def _no_top(count: int, k: int) -> TopLogprobs:
+    """Of tokens that nobody sampled."""
+    return TopLogprobs(np.full((count, k), -1, dtype=np.int32), np.full((count, k), -np.inf, dtype=np.float32))

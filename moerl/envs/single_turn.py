@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moerl.envs import Decode, environments
 from moerl.envs.episode import Episode
+from moerl.envs.turns import play_turn
 from moerl.errors import RolloutError
 from moerl.protocols import RolloutEngine
 from moerl.types import Prompt, SamplingParams, Trajectory
@@ -45,24 +46,9 @@ class SingleTurn:
             reason = f"prompt of {len(prompt.token_ids)} tokens fills the context of {self._max_context_tokens}"
             return episode.finish(text="", finish_reason="length", status="too_long", error=reason)
         budget = min(params.max_new_tokens, room)
-        aborts = 0
-        while True:
-            used = episode.num_sampled
-            left = replace(params, max_new_tokens=budget - used, seed=(params.seed + used) % 2**63)
-            completion = await engine.generate(episode.token_ids, left, request_id)
-            episode.add(completion, left, request_id)
-            if completion.finish_reason != "abort":
-                return episode.finish(text=self._text(episode, params), finish_reason=completion.finish_reason)
-            if episode.num_sampled == budget:
-                return episode.finish(text=self._text(episode, params), finish_reason="length")
-            aborts += 1
-            if aborts > self._max_aborts:
-                reason = f"request {request_id} was aborted {aborts} times"
-                text = self._text(episode, params)
-                return episode.finish(text=text, finish_reason="abort", status="aborted", error=reason)
-
-    def _text(self, episode: Episode, params: SamplingParams) -> str:
-        tokens = episode.sampled_tokens.tolist()
-        if tokens and tokens[-1] in params.stop_token_ids:
-            tokens = tokens[:-1]
-        return self._decode(tokens)
+        turn = await play_turn(episode, engine, params, request_id, budget=budget, max_aborts=self._max_aborts)
+        text = self._decode(turn.without_stop(params.stop_token_ids))
+        if turn.finish_reason == "abort":
+            reason = f"request {request_id} was aborted {turn.aborts} times"
+            return episode.finish(text=text, finish_reason="abort", status="aborted", error=reason)
+        return episode.finish(text=text, finish_reason=turn.finish_reason)

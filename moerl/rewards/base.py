@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from moerl.errors import ConfigError, MoerlError
+from moerl.metrics import Metrics
 from moerl.rewards.pool import SandboxPool
 
 if TYPE_CHECKING:
@@ -42,6 +43,24 @@ class Reward(Protocol):
 
     def check(self, prompts: Sequence[Prompt]) -> list[str | None]:
         """For each prompt what is wrong with its gold answer, or None."""
+        ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A reward that measures more than its value."""
+
+    def take_metrics(self) -> Metrics:
+        """Since the last call, by short names."""
+        ...
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """A reward that has something open."""
+
+    def close(self) -> None:
+        """Close it. May be called twice."""
         ...
 
 

@@ -87,8 +87,9 @@ def wall_in_worker() -> list[str]:
     if _LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0:
         layers.append("namespaces")
     _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if _restrict_files():
+    if _restrict_files(readable_folders(), own_folder=True):
         layers.append("landlock")
+    _TASK_LAYERS.extend(layers)
     return layers
 
 
@@ -109,8 +110,25 @@ def wall_in_task(*, memory_bytes: int, cpu_seconds: int, filter_calls: _Program 
 
 
 def layers_of_task() -> list[str]:
-    """The layers that hold around the task that calls this."""
+    """The layers that hold around the task that calls this, those of its worker among them."""
     return list(_TASK_LAYERS)
+
+
+def narrow_files() -> None:
+    """For a task that runs a stranger's program: from now on it reads the installed Python and the system's libraries
+    alone, not what else is on `sys.path`, such as a folder with gold answers. Needs landlock.
+    """
+    if "landlock" in _TASK_LAYERS:
+        _restrict_files(program_folders(), own_folder=False)
+
+
+def program_folders() -> list[str]:
+    """What a stranger's program may read."""
+    paths = sysconfig.get_paths()
+    python = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    python += [str(Path(os.__file__).parent)]
+    system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/urandom"]
+    return sorted({str(Path(p).resolve()) for p in [*python, *system, "/usr/share/zoneinfo"] if p and Path(p).exists()})
 
 
 def call_filter() -> _Program | None:
@@ -156,8 +174,10 @@ def readable_folders() -> list[str]:
     return sorted({str(Path(p).resolve()) for p in [*installed, package, *system] if p and Path(p).exists()})
 
 
-def _restrict_files() -> bool:
-    """Landlock (calls 444 to 446 on every architecture): handle every file right, grant reading below a few folders."""
+def _restrict_files(folders: list[str], *, own_folder: bool) -> bool:
+    """Landlock (calls 444 to 446 on every architecture): handle every file right, grant reading below `folders`, and
+    writing in the worker's own. What was taken away before stays away.
+    """
     abi = _LIBC.syscall(444, None, ctypes.c_size_t(0), 1)
     if abi < 1:
         return False
@@ -167,9 +187,10 @@ def _restrict_files() -> bool:
     ruleset = _LIBC.syscall(444, ctypes.byref(attributes), ctypes.c_size_t(8), 0)
     if ruleset < 0:
         return False
-    for folder in readable_folders():
+    for folder in folders:
         _grant(ruleset, folder, read_file | (read_folder if Path(folder).is_dir() else 0))
-    _grant(ruleset, ".", handled & ~_LANDLOCK_EXECUTE)  # the worker's own folder: caches of libraries it imports
+    if own_folder:
+        _grant(ruleset, ".", handled & ~_LANDLOCK_EXECUTE)  # caches of libraries that it imports
     held = _LIBC.syscall(446, ruleset, 0) == 0
     os.close(ruleset)
     return held

@@ -13,7 +13,7 @@ from moerl.config.schema import RewardSection
 from moerl.errors import ConfigError
 from moerl.metrics import Metrics, Sum
 from moerl.rewards import rewards
-from moerl.rewards.base import Reward, RewardConfig, UnscoredError
+from moerl.rewards.base import Closable, Measured, Reward, RewardConfig, UnscoredError
 from moerl.rewards.pool import SandboxPool
 from moerl.types import Candidate, Prompt, Trajectory
 
@@ -41,6 +41,11 @@ class RewardScorer:
     def weights(self) -> dict[str, float]:
         """Weight by component name, in the order of the configuration."""
         return {component.name: component.weight for component in self._components}
+
+    @property
+    def pool(self) -> SandboxPool:
+        """The walled processes; environments use them too."""
+        return self._pool
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         """With `reward_components` (raw values) and `reward` (weighted sum), or with status `error`.
@@ -97,12 +102,21 @@ class RewardScorer:
         return RewardScorer(self._components, self._pool)
 
     def take_metrics(self) -> Metrics:
-        """`reward/verifier_<kind>` since the last call: how many answers had no verdict, and why."""
+        """`reward/verifier_<kind>` since the last call: how many answers had no verdict, and why; and what rewards
+        measure themselves, `reward/<component>_<name>`.
+        """
         counts, self._errors = self._errors, Counter()
-        return {f"reward/verifier_{kind}": Sum(float(counts[kind])) for kind in ERROR_KINDS}
+        metrics: Metrics = {f"reward/verifier_{kind}": Sum(float(counts[kind])) for kind in ERROR_KINDS}
+        for component in self._components:
+            own = component.reward.take_metrics() if isinstance(component.reward, Measured) else {}
+            metrics |= {f"reward/{component.name}_{name}": value for name, value in own.items()}
+        return metrics
 
     def close(self) -> None:
-        """Stop the worker processes."""
+        """Stop the worker processes, and what rewards have open."""
+        for component in self._components:
+            if isinstance(component.reward, Closable):
+                component.reward.close()
         self._pool.close()
 
     def _applicable(self, dataset: str) -> list[_Component]:

@@ -25,6 +25,7 @@ OWNERS = {
     "wandb": ("moerl/telemetry/sinks.py",),
     "omegaconf": ("moerl/config/load.py", "moerl/config/schema.py", "moerl/registry.py"),
     "torch.distributed": ("moerl/mcore/", "moerl/weight_sync/update_group.py"),
+    "verifiers": ("moerl/rewards/verifiers.py", "moerl/data/sources/verifiers.py"),
     "math_verify": ("moerl/rewards/judges/",),
     "reasoning_gym": ("moerl/rewards/judges/", "moerl/data/sources/"),
 }
@@ -33,6 +34,9 @@ OWNERS = {
 BROAD_EXCEPT = {
     "moerl/rollout/collect.py::_episode": "an episode that fails becomes a trajectory with an error status",
     "moerl/telemetry/sinks.py::_each": "a sink that fails is dropped with a warning",
+    "moerl/rewards/judges/program.py::_guarded": "whatever a stranger's program raises is how it failed",
+    "moerl/rewards/judges/assertions.py::check": "a test says by raising that it failed",
+    "moerl/rewards/verifiers.py::score": "a taskset's functions may raise anything; it is no verdict",
     "moerl/rewards/worker.py::__call__": "whatever a verifier's module raises at import becomes an error verdict",
     "moerl/rewards/worker.py::_call_walled": "whatever a verifier raises in its sandbox becomes an error verdict",
     "moerl/data/chat.py::_encode": "the tokenizer's library raises the bare class, and this catches no other",

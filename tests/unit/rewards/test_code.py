@@ -1,0 +1,383 @@
+"""Programs against tests: what passes, what fails and why, and what hostile programs can do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moerl.errors import ConfigError
+from moerl.metrics import to_floats
+from moerl.rewards.base import UnscoredError
+from moerl.rewards.code import Code, CodeConfig
+from moerl.rewards.code_tests import is_printed, is_returned, last_program, read_tests
+from moerl.rewards.judges.values import decode, encode
+from moerl.rewards.pool import SandboxPool
+from moerl.types import Prompt
+
+ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
+SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 -7\n", "output": "-2\n"}]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("API_SECRET", "hunter2")
+        pool = SandboxPool(num_workers=1, timeout_seconds=20.0, memory_bytes=1_000_000_000)
+        yield pool
+    pool.close()
+
+
+def prompt(tests, **metadata):
+    return Prompt("c/0", np.array([1], np.int32), None, "c", metadata={"tests": tests, **metadata})
+
+
+def scored(pool, program, tests, **changes):
+    """(value, failed tests by kind)."""
+    entry = {"entry_point": changes.pop("entry_point")} if "entry_point" in changes else {}
+    reward = Code(CodeConfig(**changes), pool)
+    value = asyncio.run(reward.score(prompt(tests, **entry), f"Here:\n```python\n{program}\n```\nDone."))
+    metrics = to_floats(reward.take_metrics())
+    return value, {name.removeprefix("failed_"): n for name, n in metrics.items() if n and name.startswith("failed_")}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ADD,
+        "import sys\nprint(sum(map(int, sys.stdin.read().split())))",
+        "print(sum(map(int, open(0).read().split())))",
+        "import os\nos.write(1, str(sum(map(int, os.read(0, 99).split()))).encode())",
+        "import sys\nsys.stdout.buffer.write(b'%d' % sum(map(int, sys.stdin.buffer.readline().split())))",
+        "def main():\n    print(sum(map(int, input().split())))\nif __name__ == '__main__':\n    main()\n    exit(0)",
+    ],
+)
+def test_every_way_of_reading_and_printing(pool, program):
+    assert scored(pool, program, SUMS) == (1.0, {})
+
+
+def test_credit_and_kinds_of_failure(pool):
+    wrong = "a, b = map(int, input().split())\nprint(abs(a) + abs(b))"
+    assert scored(pool, wrong, SUMS) == (0.0, {"wrong": 1.0})
+    assert scored(pool, wrong, SUMS, credit="fraction") == (0.5, {"wrong": 1.0})
+    assert scored(pool, wrong, SUMS, max_tests=1) == (1.0, {})
+    for program, kind in (
+        ("1/0", "exception"),
+        ("print(3", "exception"),
+        ("exit(1)", "exception"),
+        ("while True: pass", "timeout"),
+        ("import time\ntime.sleep(99)", "timeout"),
+        ("x = [0] * 10**10", "memory"),
+        ("while True: print('x' * 1000)", "output"),
+        ("import os\nos._exit(0)", "crash"),
+        ("import os\nos.abort()", "crash"),
+    ):
+        assert scored(pool, program, SUMS, timeout_seconds=1.0) == (0.0, {kind: 1.0}), program
+    assert scored(pool, ADD, SUMS) == (1.0, {})
+
+
+def test_a_text_without_a_program_is_zero_and_counted(pool):
+    reward = Code(CodeConfig(), pool)
+    assert asyncio.run(reward.score(prompt(SUMS), "I cannot.")) == 0.0
+    assert to_floats(reward.take_metrics())["failed_no_program"] == 1.0
+    assert to_floats(reward.take_metrics())["failed_no_program"] == 0.0
+
+
+def test_large_input_and_output_pass_through_pipes(pool):
+    data = "7 " * 400_000
+    assert scored(pool, "print(len(input().split()))", [{"input": data, "output": "400000"}]) == (1.0, {})
+    long = [{"input": "", "output": "x" * 60_000}]
+    assert scored(pool, "print('x' * 60000)", long) == (1.0, {})
+    assert scored(pool, "print('x' * 60000)", long, max_output_bytes=50_000) == (0.0, {"output": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("program", "test", "entry_point"),
+    [
+        ("def add(a, b): return a + b", {"function": "add", "arguments": [1, 2], "output": 3}, None),
+        ("def pair(a): return (a, [a])", {"function": "pair", "arguments": [1], "output": [1, [1]]}, None),
+        (
+            "class Solution:\n    def f(self, x): return {x: 1}",
+            {"function": "f", "arguments": ["k"], "output": {"k": 1}},
+            None,
+        ),
+        ("def add(a, b): return a + b", "assert add(1, 2) == 3 and add(2, 2) == 4", None),
+        ("def both(x): return {x, -x}", "assert both(1) == {1, -1}", None),
+        ("def half(x): return x / 2", "import math\nassert math.isclose(half(x=1), 0.5)", None),
+        ("def half(x): return x / 2", "def check(candidate):\n    assert candidate(4) == 2\n", "half"),
+        (
+            "def root(x):\n    if x < 0: raise ValueError('neg')",
+            "try:\n    root(-1)\n    assert 0\nexcept ValueError: pass",
+            None,
+        ),
+    ],
+)
+def test_functions_and_assertions(pool, program, test, entry_point):
+    entry = {"entry_point": entry_point} if entry_point else {}
+    assert scored(pool, program, [test], **entry) == (1.0, {})
+    value, failed = scored(pool, "def unrelated(): pass", [test], **entry)
+    assert (value, sum(failed.values())) == (0.0, 1.0)
+
+
+LIARS = {
+    "equal to all": "class E:\n    def __eq__(self, o): return True\ndef add(a, b): return E()",
+    "int that lies": "class E(int):\n    def __eq__(self, o): return True\ndef add(a, b): return E()",
+    "builtins changed": "import builtins\nbuiltins.abs = lambda x: 3\nimport operator\ndef add(a, b): return 0",
+    "assertion gone": "import builtins\nclass A(Exception): pass\nbuiltins.AssertionError=A\ndef add(a, b): return 9",
+    "ends well": "import os, sys\ndef add(a, b): sys.exit(0)",
+    "ends at once": "import os\ndef add(a, b): os._exit(0)",
+    "looks for the answer": (
+        "import gc\ndef add(a, b):\n"
+        "    for o in gc.get_objects():\n"
+        "        if isinstance(o, str) and 'assert add' in o or isinstance(o, dict) and 'expected' in o: return 3\n"
+        "    return -1"
+    ),
+    "looks at frames": (
+        "import sys\ndef add(a, b):\n    f = sys._getframe()\n"
+        "    while f:\n        if 'source' in f.f_locals or 'expected' in f.f_locals: return 3\n        f = f.f_back\n"
+        "    return -1"
+    ),
+    "writes a verdict": (
+        "import os, json\nfor v in (True, 1, {'passed': True}, {'value': True}, {'value': {'passed': True}}):\n"
+        "    d = json.dumps({'value': v}).encode()\n"
+        "    for fd in range(3, 40):\n"
+        "        try: os.write(fd, len(d).to_bytes(4, 'big') + d)\n"
+        "        except OSError: pass\n"
+        "def add(a, b): return 0"
+    ),
+    "prints a verdict": "print('{\"passed\": true}', 'OK', '1.0')\ndef add(a, b): return 0",
+}
+
+
+@pytest.mark.parametrize("liar", LIARS)
+@pytest.mark.parametrize("test", [{"function": "add", "arguments": [1, 2], "output": 3}, "assert add(1, 2) == 3"])
+def test_no_program_can_give_itself_the_verdict(pool, liar, test):
+    value, failed = scored(pool, LIARS[liar], [test], timeout_seconds=5.0)
+    assert (value, sum(failed.values())) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("liar", ["writes a verdict", "ends at once"])
+def test_nor_for_what_it_prints(pool, liar):
+    assert scored(pool, LIARS[liar], SUMS)[0] == 0.0
+
+
+def test_what_it_writes_in_place_of_the_reply_is_worth_what_it_prints(pool):
+    """A process that was taken over can claim any output; it still has to know the right one."""
+    forged = (
+        "import os, json\nd = json.dumps({'value': {'stdout': input()}}).encode()\n"
+        "for fd in range(3, 40):\n"
+        "    try: os.write(fd, len(d).to_bytes(4, 'big') + d)\n"
+        "    except OSError: pass\n"
+        "os._exit(0)"
+    )
+    assert scored(pool, forged, [{"input": "echo", "output": "echo"}])[0] == 1.0
+    assert scored(pool, forged, SUMS)[0] == 0.0
+
+
+HOSTILE = {
+    "fork bomb": "import os\nwhile True: os.fork()",
+    "threads": "import threading, time\nfor _ in range(10**6): threading.Thread(target=time.sleep, args=(99,)).start()",
+    "program": "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo 3'])",
+    "shell": "import os\nif os.system('echo 3 > {target}'): raise OSError",
+    "subprocess": "import subprocess\nprint(subprocess.check_output(['echo', '3']))",
+    "write": "open('{target}', 'w').write('x')",
+    "write here": "open('x', 'w').write('x')",
+    "huge file": "import os\nos.ftruncate(os.memfd_create('x'), 10**12)",
+    "temporary": "import tempfile\ntempfile.NamedTemporaryFile()",
+    "remove": "import os\nos.remove('{victim}')",
+    "users": "print(open('/etc/passwd').read())",
+    "gold answers": "print(open('{victim}').read())",
+    "parent's environment": "import os\nprint(open(f'/proc/{{os.getppid()}}/environ').read())",
+    "kill the parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+    "kill all": "import os\nos.kill(-1, 9)",
+    "socket": "import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)",
+    "raw socket": "import _socket\n_socket.socket().connect(('127.0.0.1', {port}))",
+    "ctypes": "import ctypes\nctypes.CDLL(None).system(b'touch {target}')",
+    "ctypes that is there": (
+        "import sys\nlibc = sys.modules['moerl.rewards.sandbox']._LIBC\n"
+        "if libc.syscall(57) or libc.syscall(2, b'{target}', 0o101): raise OSError"
+    ),
+    "takes the walls off": "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (10**9, 10**9))",
+    "recursion": "def f(): f()\nf()",
+    "memory": "x = ' ' * 10**12",
+    "parser": "exec('(' * 10**5)",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_get_nothing(pool, tmp_path, name):
+    victim, target = tmp_path / "victim", tmp_path / "target"
+    victim.write_text("3")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.settimeout(0.1)
+        program = HOSTILE[name].format(victim=victim, target=target, port=listener.getsockname()[1])
+        value, failed = scored(pool, program + "\nprint(3)", SUMS, timeout_seconds=3.0)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    assert (value, sum(failed.values())) == (0.0, 1.0), failed
+    assert victim.read_text() == "3"
+    assert not target.exists()
+    assert scored(pool, ADD, SUMS) == (1.0, {})
+
+
+def test_secrets_are_not_there(pool):
+    assert os.environ["API_SECRET"] == "hunter2"
+    program = "import os\nprint(sorted(os.environ))"
+    names = str(["HOME", "LANG", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TMPDIR"])
+    assert scored(pool, program, [{"input": "", "output": names}]) == (1.0, {})
+
+
+def test_a_program_reads_less_than_a_verifier(pool, tmp_path, monkeypatch):
+    """A folder on sys.path may hold the gold answers."""
+    gold = tmp_path / "gold.txt"
+    gold.write_text("3")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = SandboxPool(num_workers=1, timeout_seconds=20.0, memory_bytes=1_000_000_000)
+    try:
+        value, failed = scored(own, f"print(open({str(gold)!r}).read())", [{"input": "", "output": "3"}])
+        assert (value, failed) == (0.0, {"exception": 1.0})
+        assert scored(own, "import json, math, heapq\nprint(3)", [{"input": "", "output": "3"}]) == (1.0, {})
+    finally:
+        own.close()
+
+
+def test_a_run_without_the_walls_does_not_start():
+    class Bare:
+        def submit(self, function, kwargs):
+            from concurrent.futures import Future
+
+            from moerl.rewards.pool import Verdict
+
+            future = Future()
+            future.set_result(Verdict(["limits", "audit"]))
+            return future
+
+    with pytest.raises(ConfigError, match=r"lacks seccomp, landlock, and programs .* leave it out of .*`require`"):
+        Code(CodeConfig(), Bare()).check([prompt(SUMS)])
+    assert Code(CodeConfig(require=["limits"]), Bare()).check([prompt(SUMS)]) == [None]
+
+
+def test_this_machine_has_the_walls(pool):
+    assert Code(CodeConfig(), pool).check([prompt(SUMS)]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ([], "a list that is not empty"),
+        ([{"input": "1"}], "test 0 has the keys ['input']; give input and output"),
+        ([{"input": 1, "output": "1"}], "test 0: input and output must be text"),
+        ([{"input": "x" * (2**20 + 1), "output": ""}], "test 0: an input of more than 1048576 bytes"),
+        (["assert ("], "test 0 is not Python"),
+        (["assert 1 == 1"], "test 0 calls no function of the program"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        (3, "a list that is not empty, not 3"),
+    ],
+)
+def test_tests_that_cannot_be_read_are_found_at_the_start(pool, tests, message):
+    (problem,) = Code(CodeConfig(), pool).check([prompt(tests)])
+    assert message in problem
+    with pytest.raises(UnscoredError, match="exception: "):
+        asyncio.run(Code(CodeConfig(), pool).score(prompt(tests), "```\n1\n```"))
+
+
+def test_a_row_without_tests_names_the_column(pool):
+    bare = Prompt("c/0", np.array([1], np.int32), None, "c")
+    assert Code(CodeConfig(tests="cases"), pool).check([bare]) == [
+        "has no column 'cases' with tests; name it in the reward's `tests`"
+    ]
+
+
+def test_other_forms_of_tests():
+    pairs = read_tests(json.dumps({"inputs": ["1", "2"], "outputs": ["3", "4"]}), None)
+    assert [(one.stdin, one.expected) for one in pairs] == [("1", "3"), ("2", "4")]
+    (call,) = read_tests({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}, None)
+    assert (call.function, call.arguments, call.expected) == ("add", (1, 2), 3)
+    (code,) = read_tests("import math\nassert math.sqrt(f(1)) == len(g(x=2))", None)
+    assert list(code.functions) == ["f", "g"]
+
+
+def test_tests_that_never_end_are_no_verdict(pool):
+    test = "while True: add(1, 2)"
+    with pytest.raises(UnscoredError, match="more than 3 times"):
+        scored(pool, "def add(a, b): return 3", [test], max_calls=3)
+    start = time.monotonic()
+    with pytest.raises(UnscoredError, match="timeout: the test itself"):
+        scored(pool, "def add(a, b): return 3", ["add(1, 2)\nwhile True: pass"], timeout_seconds=1.0)
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"credit": "some"}, "credit is 'some'; allowed: all, fraction"),
+        ({"compare": "fuzzy"}, "compare is 'fuzzy'; allowed: lines, tokens, exact"),
+        ({"require": ["magic"]}, "require is 'magic'; allowed: limits"),
+        ({"max_output_bytes": 0}, "max_output_bytes=0 must be between 1 and 131072"),
+        ({"max_tests": 0}, "max_tests=0 must be 1 or more"),
+        ({"max_calls": 0}, "max_calls=0 must be 1 or more"),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        Code(CodeConfig(**wrong), None)
+
+
+def test_the_last_closed_fence_is_the_program():
+    assert last_program("```python\na\n```\ntext\n```py\nb\n```") == "b\n"
+    assert last_program("```python\na\n```\n```python\nb") == "a\n"
+    assert last_program("```\na = '''x'''\n```") == "a = '''x'''\n"
+    assert last_program("no fence ``` here") is None
+
+
+def test_comparisons():
+    assert is_printed("1 \n2\n\n", "1\n2", "lines")
+    assert not is_printed("1\n2", "1 2", "lines")
+    assert is_printed("1\n2", "1  2", "tokens")
+    assert not is_printed("1\n", "1", "exact")
+    assert is_returned([1, 2.0], (1, 2))
+    assert not is_returned(True, 1)
+    assert not is_returned(1, True)
+    assert not is_returned([1], [1, 2])
+    assert not is_returned(None, 0)
+    assert is_returned({"1": "x"}, {1: "x"})
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.sets(st.integers())
+        | st.frozensets(st.text())
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(PLAIN)
+def test_plain_values_come_back_with_their_types(value):
+    back = decode(json.loads(json.dumps(encode(value))))
+    assert back == value
+    assert type(back) is type(value)
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    )
+)
+def test_whatever_a_program_writes_never_ends_the_reader(value):
+    with contextlib.suppress(TypeError, ValueError):
+        decode(value)
