@@ -131,10 +131,10 @@ def main() -> None:
             first = run("first", WARM_STEPS + 3, (*fixed, *MODES["sync"], engine(args.slots, 0.01)), folder)
             token_seconds = round(0.01 * first["other_seconds"] / first["wait_seconds"], 5)
         print(f"{token_seconds:g} s a token, {args.slots} slots, {args.prompts} groups of 4 a step, {args.steps} steps")
-        rows = {
-            mode: run(mode, args.steps, (*fixed, *MODES[mode], engine(args.slots, token_seconds)), folder)
-            for mode in args.modes
-        }
+        rows: dict[str, Row] = {}
+        for mode in args.modes:
+            rows[mode] = run(mode, args.steps, (*fixed, *MODES[mode], engine(args.slots, token_seconds)), folder)
+            print(table(rows).splitlines()[-1], flush=True)
     print(table(rows))
     if args.json:
         args.json.write_text(json.dumps({"token_seconds": token_seconds, "rows": rows}, indent=1))
