@@ -5,7 +5,7 @@
         def __init__(self, cfg: MineConfig, *, decode: Decode, max_context_tokens: int) -> None: ...
 
 `injects` names the keyword arguments that `build.py` hands over: `decode` (token ids to text, special tokens kept),
-`max_context_tokens` (most tokens of prompt and response together), `dialogue` (`given.Dialogue`: what stands between turns),
+`max_context_tokens` (most tokens of prompt and response together), `dialogue` (`given.Dialogue`: text between turns),
 `sandbox` (`given.Sandbox`: the pool of walled processes). Optional traits: `check(cfg)` refuses wrong arguments and
 gives the strings that the tokenizer must be able to write, `rewrite(cfg, task)` is the task as the environment asks it,
 `schemas(cfg)` are the tools that the chat template announces, `multi_turn` says that the engine is asked several times,
