@@ -5,8 +5,8 @@
         def __init__(self, cfg: MineConfig, *, decode: Decode, max_context_tokens: int) -> None: ...
 
 `injects` names the keyword arguments that `build.py` hands over: `decode` (token ids to text, special tokens kept),
-`max_context_tokens` (most tokens of prompt and response together), `dialogue` (what stands between turns, as tokens),
-`sandbox` (the pool of walled processes that the rewards use). Optional traits: `check(cfg)` refuses wrong arguments and
+`max_context_tokens` (most tokens of prompt and response together), `dialogue` (`given.Dialogue`: text between turns),
+`sandbox` (`given.Sandbox`: the pool of walled processes). Optional traits: `check(cfg)` refuses wrong arguments and
 gives the strings that the tokenizer must be able to write, `rewrite(cfg, task)` is the task as the environment asks it,
 `schemas(cfg)` are the tools that the chat template announces, `multi_turn` says that the engine is asked several times,
 and `evaluate_as` names the environment of held-out tasks where it is another.
@@ -15,9 +15,7 @@ and `evaluate_as` names the environment of held-out tasks where it is another.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from moerl.registry import Registry
 
@@ -25,57 +23,3 @@ environments: Registry[Any] = Registry("environment", "moerl.envs")
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
-
-
-class Dialogue(Protocol):
-    """Text between turns, by the tokenizer of the policy; `data.chat.ChatTokenizer` is one."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """End tokens."""
-        ...
-
-    def encode_text(self, text: str) -> np.ndarray:
-        """Token ids [s] int32 of new text; what reads like an added token is that token. Raises `DataError`."""
-        ...
-
-    def token_text(self, token: int) -> str:
-        """How one token is written."""
-        ...
-
-    def without_added_tokens(self, text: str) -> str:
-        """`text` of a stranger, with every string in it broken up that the tokenizer would read as one added token."""
-        ...
-
-    def after_calls(self, results: Sequence[str]) -> str:
-        """What the chat template writes after an assistant's content that tools answered with `results`, up to where
-        the assistant speaks again. Raises `DataError`.
-        """
-        ...
-
-
-class Answer(Protocol):
-    """What came of one sandboxed call."""
-
-    @property
-    def value(self) -> Any:
-        """JSON value of the function; None where it failed."""
-        ...
-
-    @property
-    def error(self) -> str:
-        """`timeout`, `crash`, `exception`, or nothing."""
-        ...
-
-    @property
-    def text(self) -> str:
-        """Why it failed."""
-        ...
-
-
-class Sandbox(Protocol):
-    """Runs `module:function` on JSON arguments in a walled process; `rewards.pool.SandboxPool` is one."""
-
-    async def run(self, function: str, kwargs: dict[str, Any], *, timeout_seconds: float | None = None) -> Answer:
-        """The function's value, or how it failed."""
-        ...

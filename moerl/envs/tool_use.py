@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from moerl.envs import Decode, Dialogue, Sandbox, environments
+from moerl.envs import Decode, environments
 from moerl.envs.calls import Call, CallFormat, Malformed, parse_calls
 from moerl.envs.episode import Episode
+from moerl.envs.given import Dialogue, Sandbox
 from moerl.envs.tools import Tool, ToolError, tools
 from moerl.envs.turns import play_turn
 from moerl.errors import ConfigError, RolloutError

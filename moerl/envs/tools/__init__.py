@@ -10,8 +10,8 @@
 
 `arguments` is a pydantic model: its JSON schema is what the prompt announces, and a call that does not fit it is
 answered with what is wrong. `about` is the tool's description for the policy. `injects=("sandbox",)` hands over the
-pool of walled processes (`moerl.envs.Sandbox`). `call` raises `ToolError` with a text for the policy; any other error
-is the tool's own fault and makes the episode one without a verdict. One tool serves all episodes at once.
+pool of walled processes (`moerl.envs.given.Sandbox`). `call` raises `ToolError` with a text for the policy; any other
+error is the tool's own fault and makes the episode one without a verdict. One tool serves all episodes at once.
 """
 
 from __future__ import annotations

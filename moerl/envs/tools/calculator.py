@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, Field
 
-from moerl.envs import Sandbox
+from moerl.envs.given import Sandbox
 from moerl.envs.tools import ToolError, tools
 from moerl.envs.tools.arithmetic import MAX_CHARACTERS
 from moerl.errors import RolloutError

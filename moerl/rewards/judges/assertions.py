@@ -9,6 +9,7 @@ time: no clocks, no random numbers without a seed.
 from __future__ import annotations
 
 import builtins
+import contextlib
 from typing import Any
 
 from moerl.rewards import sandbox
@@ -56,6 +57,9 @@ def check(source: str, functions: dict[str, str], recorded: list[dict[str, Any]]
 
 def _error(answer: dict[str, Any]) -> Exception:
     """The builtin exception that the program raised, so that tests may expect it."""
-    kind = getattr(builtins, str(answer["text"]).partition(":")[0], None)
-    is_error = isinstance(kind, type) and issubclass(kind, Exception) and kind is not UnicodeDecodeError
-    return kind(answer["text"]) if is_error else RuntimeError(answer["text"])
+    text = str(answer["text"])
+    kind = getattr(builtins, text.partition(":")[0], None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):  # a few want more arguments than a text
+            return kind(text)
+    return RuntimeError(text)
