@@ -73,5 +73,4 @@ def test_every_export_of_a_run_has_them_as_the_model_had(model, tmp_path):
         for name, tensor in original.items():
             if name in predicted:
                 assert torch.equal(found[name], tensor), name
-        assert any(not torch.equal(found[name], original[name]) for name in found.keys() - predicted)
     assert not compare_weights(find(made.folder), find(made.folder / "hf")).differences
