@@ -57,12 +57,14 @@ def prediction_tensors(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Te
     return made
 
 
-def save_with_prediction(folder: Path, kind: str, *, is_bfloat16: bool = False) -> tuple[Path, dict[str, Tensor]]:
+def save_with_prediction(
+    folder: Path, kind: str, *, is_bfloat16: bool = False, **sizes: Any
+) -> tuple[Path, dict[str, Tensor]]:
     """(a plain folder, its tensors of multi-token prediction)."""
     if is_bfloat16:
-        save_bfloat16(folder, kind, **_OTHER_SIZES.get(kind, {}))
+        save_bfloat16(folder, kind, **_OTHER_SIZES.get(kind, {}), **sizes)
     else:
-        save_model(folder, kind)
+        save_model(folder, kind, **sizes)
     edit_config(folder, **FIELDS[kind])
     tensors = load_file(folder / "model.safetensors")
     extra = prediction_tensors(folder, tensors)
