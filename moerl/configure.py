@@ -99,7 +99,7 @@ def _weight_rules(cfg: RunConfig) -> list[str]:
 
     engine, engine_cfg = engines.resolve(cfg.rollout.engine, where="rollout.engine")
     transport, transport_cfg = transports.resolve(cfg.weight_sync.transport, where="weight_sync.transport")
-    is_remote = "sender" in engine.traits["injects"]
+    is_remote = "sender" in engine.traits.get("injects", ())
     if is_remote != ("sender" in transport.traits):
         fitting = [name for name in transports.names() if ("sender" in transports.get(name).traits) == is_remote]
         place = "in other processes" if is_remote else "in the trainer's own process"

@@ -1,4 +1,4 @@
-"""What the trainer exports -> what servers are sent: as it is, in bfloat16, or in the FP8 blocks of the served folder."""
+"""What the trainer exports -> what servers are sent: as it is, in bfloat16, or in FP8 blocks as they serve them."""
 
 from __future__ import annotations
 
