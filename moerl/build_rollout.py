@@ -193,6 +193,11 @@ def build_rollout_side(cfg: RunConfig, data: Data, *, load_weights: bool = False
     return RolloutSide(train_engine, eval_engine, collector, eval_collector, sampling_params(cfg, data.tokenizer))
 
 
+def engine_precision(cfg: RunConfig) -> str:
+    """Of the engine's arithmetic, as its configuration says or by default has it."""
+    return getattr(engines.resolve(cfg.rollout.engine, where="rollout.engine")[1], "precision", "fp32")
+
+
 def served_model(cfg: RunConfig, model: ReferenceConfig) -> ServedModel:
     """What an engine of remote servers knows of the model and the run."""
     layout = RouteLayout(model.num_layers, model.moe_layers, model.experts_per_token, model.num_experts)

@@ -281,7 +281,13 @@ class FakeApp:
 
     async def _server_info(self, request: web.Request) -> web.StreamResponse:
         cfg = self.state.cfg
-        info = {"version": VERSION, "tp_size": cfg.tensor_size, "dp_size": cfg.data_size, "model_path": "fake"}
+        info = {
+            "version": VERSION,
+            "tp_size": cfg.tensor_size,
+            "dp_size": cfg.data_size,
+            "attn_dp_size": cfg.data_size,
+            "model_path": "fake",
+        }
         info |= {"enable_return_routed_experts": cfg.returns_routes, "weight_version": cfg.weight_version}
         return _json({**info, "max_running_requests": cfg.max_running_requests, "internal_states": [], "fake": True})
 

@@ -126,7 +126,7 @@ class Running:
             "cached_tokens": self.cached_tokens,
             "cached_tokens_details": None,
             "reasoning_tokens": 0,
-            "dp_rank": self.data_rank,
+            "dp_rank": self.data_rank if self.model.cfg.data_size > 1 else None,
             "num_retractions": self.num_retractions,
             "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in self.spans],
         }
@@ -174,6 +174,7 @@ class Running:
             return
         meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(logprobs, ids, strict=True)]
+        meta["output_token_logprobs_length"] = len(ids)
         if wanted := body.get("top_logprobs_num"):
             vocab = self.model.cfg.vocab_size
             meta["input_top_logprobs"] = []

@@ -267,11 +267,8 @@ class _Reader:
         if triples is None and len(ids):
             self._bad("no output_token_logprobs: the server or a router before it ignored return_logprob")
         triples = triples or []
-        if (
-            not isinstance(triples, list)
-            or not set(map(type, triples)) <= {list}
-            or min(map(len, triples), default=2) < 2
-        ):
+        is_list = isinstance(triples, list) and set(map(type, triples)) <= {list}
+        if not is_list or min(map(len, triples), default=2) < 2:
             self._bad("output_token_logprobs is no list of [logprob, token id, text]")
         if len(triples) != len(ids):
             self._bad(f"{len(triples)} logprobs for {len(ids)} tokens")
