@@ -18,6 +18,8 @@ from moerl.rollout.engines.sglang_engine import SglangEngine, SglangEngineConfig
 from moerl.rollout.fake_engine.serving import FakeServer
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
 from moerl.types import SamplingParams, WeightBucket
+from moerl.weight_sync.servers import SenderPlace
+from moerl.weight_sync.transports.disk import DiskConfig, DiskSender
 
 PROMPT = prompt_of(5)
 
@@ -27,12 +29,17 @@ def buckets(version: int, parts: int = 2) -> list[WeightBucket]:
     return [WeightBucket(version, [one], i == parts - 1, checksum([one])) for i, one in enumerate(named)]
 
 
+def sender_to(folder):
+    (folder / "config.json").write_text("{}")
+    return DiskSender(DiskConfig(), SenderPlace(folder / "engine_weights", folder))
+
+
 @contextlib.contextmanager
 def engine_over(tmp_path, *servers: FakeServer, wants_routes: bool = True, **settings):
     model = ServedModel(tmp_path, tmp_path, 320, LAYOUT, wants_routes)
     given = {"retry_wait_seconds": 0.01, "health_seconds": 0.2, **settings}
     cfg = SglangEngineConfig(urls=[server.url for server in servers], **given)
-    engine = SglangEngine(cfg, served_model=model)
+    engine = SglangEngine(cfg, served_model=model, sender=sender_to(tmp_path))
     try:
         yield engine
     finally:
@@ -193,8 +200,8 @@ def test_a_server_without_routes_is_refused_where_they_are_needed(tmp_path):
 def test_an_engine_needs_urls_or_servers(tmp_path):
     model = ServedModel(tmp_path, tmp_path, 320, LAYOUT, wants_routes=True)
     with pytest.raises(ConfigError, match=r"needs either urls, of servers that run, .* it has neither"):
-        SglangEngine(SglangEngineConfig(), served_model=model)
+        SglangEngine(SglangEngineConfig(), served_model=model, sender=sender_to(tmp_path))
     with pytest.raises(ConfigError, match="it has both"):
-        SglangEngine(SglangEngineConfig(urls=["http://a"], servers={}), served_model=model)
+        SglangEngine(SglangEngineConfig(urls=["http://a"], servers={}), served_model=model, sender=sender_to(tmp_path))
     with pytest.raises(ConfigError, match="pause_mode is 'stop', but must be one of abort, retract, in_place"):
         SglangEngineConfig(pause_mode="stop")
