@@ -31,7 +31,7 @@ def buckets(version: int, parts: int = 2) -> list[WeightBucket]:
 
 def sender_to(folder):
     (folder / "config.json").write_text("{}")
-    return DiskSender(DiskConfig(), SenderPlace(folder / "engine_weights", folder))
+    return DiskSender(DiskConfig(check_every=0), SenderPlace(folder / "engine_weights", folder))
 
 
 @contextlib.contextmanager
