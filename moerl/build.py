@@ -211,9 +211,7 @@ def _rooms(
         evaluator=around.evaluator,
         probe=probe,
         start_probe=lambda: probe.start(share.whole(around.draw_probe(), num_data_ranks)),
-        contract=StepZeroContract(
-            cfg.precision.params, engine_precision(cfg), cfg.telemetry.contract_tolerance
-        ),
+        contract=StepZeroContract(cfg.precision.params, engine_precision(cfg), cfg.telemetry.contract_tolerance),
         checkpoints=store,
         records=records,
         merge=_merge(policy),
