@@ -29,7 +29,7 @@ from moerl.build_credit import (
     packs_pairs,
 )
 from moerl.build_ranks import build_records, following_side, leading_side
-from moerl.build_rollout import Data, build_rollout_side, load_data, reward_weights
+from moerl.build_rollout import Data, build_rollout_side, engine_precision, load_data, reward_weights
 from moerl.checkpoint import Checkpoint, CheckpointStore
 from moerl.config.schema import RunConfig
 from moerl.contract import StepZeroContract
@@ -213,9 +213,7 @@ def _rooms(
         evaluator=around.evaluator,
         probe=probe,
         start_probe=lambda: probe.start(share.whole(around.draw_probe(), num_data_ranks)),
-        contract=StepZeroContract(
-            cfg.precision.params, cfg.rollout.engine.get("precision", "fp32"), cfg.telemetry.contract_tolerance
-        ),
+        contract=StepZeroContract(cfg.precision.params, engine_precision(cfg), cfg.telemetry.contract_tolerance),
         checkpoints=store,
         records=records,
         merge=_merge(policy),

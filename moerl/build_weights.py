@@ -1,4 +1,4 @@
-"""Composition of weight publishing: the engines' sender, the precision of what is sent, the publisher. Part of `build.py`."""
+"""Composition of publishing: the engines' sender, the precision of what is sent, the publisher. Part of `build.py`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def weight_sender(cfg: RunConfig) -> Any:
     plugin, transport_cfg = transports.resolve(cfg.weight_sync.transport, where="weight_sync.transport")
     if "sender" not in plugin.traits:
         raise ConfigError(
-            f"weight_sync.transport={plugin.name} reaches no server of rollout.engine={cfg.rollout.engine['name']}; set "
-            "it to disk, tensor or distributed"
+            f"weight_sync.transport={plugin.name} reaches no server of rollout.engine={cfg.rollout.engine['name']}; "
+            "set it to disk, tensor or distributed"
         )
     folder = Path(cfg.weight_sync.folder) if cfg.weight_sync.folder else folder_of(cfg)
     place = SenderPlace(folder / "engine_weights", Path(cfg.model.path), _quantisation(cfg))
@@ -80,7 +80,7 @@ def _quantisation(cfg: RunConfig) -> dict[str, Any] | None:
     if found.get("quant_method") != "fp8" or found.get("weight_block_size") != _BLOCK:
         raise ConfigError(
             f"weight_sync.precision is fp8_block, but {cfg.model.path}/config.json has no quantization_config of fp8 "
-            "with weight_block_size [128, 128], so servers of it hold no such blocks; convert the folder to fp8, or use "
-            "bf16"
+            "with weight_block_size [128, 128], so servers of it hold no such blocks; convert the folder to fp8, or "
+            "use bf16"
         )
     return dict(found)

@@ -104,13 +104,13 @@ def _weight_rules(cfg: RunConfig) -> list[str]:
 
     engine, engine_cfg = engines.resolve(cfg.rollout.engine, where="rollout.engine")
     transport, transport_cfg = transports.resolve(cfg.weight_sync.transport, where="weight_sync.transport")
-    is_remote = "sender" in engine.traits["injects"]
+    is_remote = "sender" in engine.traits.get("injects", ())
     if is_remote != ("sender" in transport.traits):
         fitting = [name for name in transports.names() if ("sender" in transports.get(name).traits) == is_remote]
         place = "in other processes" if is_remote else "in the trainer's own process"
         return [
-            f"weight_sync.transport={transport.name} does not reach rollout.engine={engine.name}, whose model is {place}; "
-            f"set it to {' or '.join(fitting)}"
+            f"weight_sync.transport={transport.name} does not reach rollout.engine={engine.name}, whose model is "
+            f"{place}; set it to {' or '.join(fitting)}"
         ]
     if not is_remote:
         if cfg.weight_sync.precision == "as_is":
@@ -122,8 +122,8 @@ def _weight_rules(cfg: RunConfig) -> list[str]:
     far = [url for url in getattr(engine_cfg, "urls", []) if not _is_here(url)]
     if far and transport.name == "tensor":
         return [
-            f"weight_sync.transport=tensor hands over this machine's memory, but {far[0]} is not on it; use distributed, "
-            "or disk with a folder that both see"
+            f"weight_sync.transport=tensor hands over this machine's memory, but {far[0]} is not on it; use "
+            "distributed, or disk with a folder that both see"
         ]
     if far and transport.name == "distributed" and _is_here(f"//{transport_cfg.address}"):
         return [

@@ -1,8 +1,8 @@
 """What the transports into servers' memory share: one session per update, a copy on the disk, and the check against it.
 
-From the first bucket to the end of the session servers hold a mixture. The label travels with the last bucket. The first
-update and every so many-th is checked: the same version is written to the disk too, every server loads it from there,
-and its checksum must be what it was before. The folder of a checked version also serves servers that come back.
+From the first bucket to the end of the session servers hold a mixture. The label travels with the last bucket. The
+first update and every so many-th is checked: the same version is written to the disk too, every server loads it from
+there, and its checksum must be what it was before. The folder of a checked version also serves servers that come back.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class LiveSender(ABC):
         Raises:
             WeightSyncError: the check failed: no server may serve this.
         """
-        self._buffer = None
+        if self._buffer is not None and self._buffer.is_cuda:
+            self._buffer = None  # on a processor it stays, since first touches of memory cost as much as the copy
         ended, failures = await on_each(servers, lambda server: server.end_update())
         self._open_version = None
         if self._writes:

@@ -1,4 +1,4 @@
-"""What the trainer exports -> what servers are sent: as it is, in bfloat16, or in FP8 blocks as the served folder has them."""
+"""What the trainer exports -> what servers are sent: as it is, in bfloat16, or in FP8 blocks as they serve them."""
 
 from __future__ import annotations
 

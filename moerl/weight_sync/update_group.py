@@ -1,10 +1,13 @@
-"""The process group of weight updates: this process is rank 0, the servers' ranks follow. The one file of this room that
-calls `torch.distributed`; it shares nothing with the learner's groups.
+"""The process group of weight updates: this process is rank 0, the servers' ranks follow. The one file of this room
+that calls `torch.distributed`; it shares nothing with the learner's groups.
 
-SGLang's ranks meet at a store, tcp://address:port, under keys that its own helper and torch put prefixes before. Rank 0
-builds the same backend over the same keys, without torch's table of groups: so a group that broke can simply be dropped,
-and its connections close with it.
+SGLang's ranks meet at a store, tcp://address:port, under keys that its own helper and torch put prefixes before. Rank
+0 builds the same backend over the same keys, without torch's table of groups: so a group that broke can simply be
+dropped, and its connections close with it.
 """
+
+# pyright: reportPrivateImportUsage=false
+# torch.distributed documents its stores, but does not list them in its __all__
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ class Rendezvous:
 
 
 class _StoreThatCanBeLeft(dist.Store):
-    """torch's store, whose own waits cannot be ended from another thread. Whoever uses it must hold it in Python too."""
+    """torch's store, whose own waits no other thread can end. Whoever uses it must hold it in Python too."""
 
     def __init__(self, inner: dist.TCPStore, timeout_seconds: float) -> None:
         super().__init__()
@@ -156,7 +159,9 @@ class UpdateGroup:
         """End what another thread of this process waits for in the group, where the backend can; never raises."""
         try:
             self._group.abort()
-        except RuntimeError:  # where a backend says that it has none; gloo's does nothing: its operations end by their timeout
+        except (
+            RuntimeError
+        ):  # where a backend says that it has none; gloo's does nothing: its operations end by their timeout
             return
 
     def _made(self, backend: str, store: Any, world_size: int, address: str) -> Any:
@@ -164,10 +169,11 @@ class UpdateGroup:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             return dist.ProcessGroupNCCL(store, 0, world_size, options)
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = self._timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        return dist.ProcessGroupGloo(store, 0, world_size, options)
+        options._devices = [gloo.create_device(hostname=address)]
+        return gloo(store, 0, world_size, options)
 
 
 def _line(error: BaseException) -> str:

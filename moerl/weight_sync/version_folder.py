@@ -6,7 +6,6 @@ There are two at most: the last one that was published, which a server started a
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -78,7 +77,7 @@ class VersionFolder:
             write_index(staging, self._files, self._num_bytes)
             if final.exists():  # the same version, published again
                 shutil.rmtree(final)
-            os.rename(staging, final)
+            staging.rename(final)
         except OSError as error:
             raise self._unwritable(final, error) from error
         self._files, self._num_bytes = {}, 0

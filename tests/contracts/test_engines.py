@@ -21,6 +21,8 @@ from moerl.rollout.engine import RouteLayout, ServedModel, engines, request_id
 from moerl.rollout.fake_engine.serving import FakeServer
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
 from moerl.types import SamplingParams, WeightBucket
+from moerl.weight_sync.servers import SenderPlace
+from moerl.weight_sync.transports.disk import DiskConfig, DiskSender
 
 SHAPE = {
     "model_type": "qwen3_moe",
@@ -60,7 +62,9 @@ def _sglang(engine_class, cfg):
     folder = tempfile.TemporaryDirectory()
     layout = RouteLayout(num_layers=2, moe_layers=(0, 1), experts_per_token=2, num_experts=4)
     model = ServedModel(Path(folder.name), Path(folder.name), 17, layout, wants_routes=True)
-    engine = engine_class(replace(cfg, urls=[server.url]), served_model=model, policy_version=2)
+    (model.path / "config.json").write_text("{}")
+    sender = DiskSender(DiskConfig(), SenderPlace(model.path / "weights", model.path))
+    engine = engine_class(replace(cfg, urls=[server.url]), served_model=model, policy_version=2, sender=sender)
     close = engine.close
 
     def close_all():

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moerl.errors import RolloutError
+from moerl.errors import MoerlError, RolloutError
 from moerl.rollout.engine import prompt_id_of
 from moerl.rollout.sglang.client import PauseMode, SglangClient
 from moerl.rollout.sglang.faults import ServerError
@@ -191,7 +191,7 @@ class Dispatcher:
         results = await asyncio.gather(*(call(member.client) for member in members), return_exceptions=True)
         failed: BaseException | None = None
         for member, result in zip(members, results, strict=True):
-            if isinstance(result, RolloutError):
+            if isinstance(result, MoerlError):
                 failed = result
                 self.eject(member, f"it did not {what} ({result})")
             elif isinstance(result, BaseException):

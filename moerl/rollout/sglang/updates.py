@@ -83,7 +83,7 @@ class Updates:
         self.num_updates = 0
 
     async def pause(self) -> None:
-        """Stop all servers as the mode says; a second pause does nothing. Without a fit server the gate alone is shut."""
+        """Stop all servers as the mode says; a second pause does nothing. Without a fit server it is a shut gate."""
         if not self._is_paused:
             if self._dispatcher.pool.fit:
                 await self._dispatcher.pause(self._mode)

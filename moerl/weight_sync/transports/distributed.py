@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moerl.errors import ConfigError, MoerlError, WeightSyncError
+from moerl.errors import ConfigError, MoerlError
 from moerl.weight_sync.flat import FlatEntry
 from moerl.weight_sync.live import LiveSender, default_device
 from moerl.weight_sync.servers import Failures, SenderPlace, ServerLostError, WeightServer, is_lost, on_each
@@ -204,7 +204,7 @@ async def _both(
             failures[server] = _expected(error)
     own.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may end when nobody waits any more
     if own.done() and (error := own.exception()) is not None and not failures:
-        failures = dict.fromkeys(posts, WeightSyncError(str(_expected(error))))
+        failures = Failures(dict.fromkeys(posts, _expected(error)))
     lost = {server for server, error in failures.items() if is_lost(error)} - silent
     blamed = lost or early or silent or set(failures)
     return _Broken(failures, {server: failures[server] for server in failures if server in blamed})

@@ -1,7 +1,8 @@
 """Into servers on the trainer's own machine: they open the packed bucket's memory and copy out of it.
 
-On a GPU the memory travels as a CUDA IPC handle, on the CPU as the name of a shared file (a descriptor, torch's default,
-would need the two processes to be related; it ends SGLang). What is pickled is made here, and nothing is ever unpickled.
+On a GPU the memory travels as a CUDA IPC handle, on the CPU as the name of a shared file (a descriptor, torch's
+default, would need the two processes to be related; it ends SGLang). What is pickled is made here, and nothing is ever
+unpickled.
 """
 
 from __future__ import annotations

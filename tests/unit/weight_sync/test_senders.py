@@ -145,7 +145,10 @@ def test_a_server_that_refuses_is_named_or_nobody_took_it(kind, endpoint, place,
 
     async def run():
         sender = make(kind, place, check_every=1, **({"timeout_seconds": 4.0} if kind == "distributed" else {}))
-        good, bad = WeightServerStandIn(url="good", group_seconds=4.0), WeightServerStandIn(url="bad", group_seconds=4.0)
+        good, bad = (
+            WeightServerStandIn(url="good", group_seconds=4.0),
+            WeightServerStandIn(url="bad", group_seconds=4.0),
+        )
         bad.faults[endpoint] = 0
         weights = policy(1)
         failures = await update(sender, [good, bad], weights, 1)

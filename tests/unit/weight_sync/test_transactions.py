@@ -87,6 +87,9 @@ FAULTS = [
     }.items()
     for endpoint, after in endpoints
     for fault in ("refuse", "status", "drop", "drop_after", "no_json", "restart")
+    if not (
+        endpoint == "/server_info" and fault in ("drop", "drop_after")
+    )  # the HTTP client asks a GET again by itself
 ]
 
 
@@ -116,7 +119,9 @@ def test_one_server_that_fails_serves_nothing_until_a_whole_update(kind, endpoin
         asyncio.run(main())
 
 
-@pytest.mark.parametrize("endpoint", ["/pause_generation", "/begin_weight_update", "/flush_cache", "/continue_generation"])
+@pytest.mark.parametrize(
+    "endpoint", ["/pause_generation", "/begin_weight_update", "/flush_cache", "/continue_generation"]
+)
 @pytest.mark.parametrize("fault", ["status", "drop", "restart"])
 @pytest.mark.parametrize("kind", ["disk", "tensor"])
 def test_whatever_fails_around_the_buckets_no_old_or_mixed_weights_are_served_as_new(kind, endpoint, fault, place):
