@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import socket
-import time
 
 import numpy as np
 import pytest
@@ -311,10 +310,8 @@ def test_tests_that_never_end_are_no_verdict(pool):
     test = "while True: add(1, 2)"
     with pytest.raises(UnscoredError, match="more than 3 times"):
         scored(pool, "def add(a, b): return 3", [test], max_calls=3)
-    start = time.monotonic()
     with pytest.raises(UnscoredError, match="timeout: the test itself"):
         scored(pool, "def add(a, b): return 3", ["add(1, 2)\nwhile True: pass"], timeout_seconds=1.0)
-    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize(
