@@ -10,11 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from moerl.checkpoint import LEARNER, LOOP_STATE, MANIFEST, Checkpoint, CheckpointStore
+from moerl.checkpoint import LEARNER, LOOP_ARRAYS, LOOP_STATE, MANIFEST, Checkpoint, CheckpointStore
 from moerl.errors import CheckpointError, RolloutError
 
 
@@ -71,6 +72,21 @@ def test_what_was_saved_comes_back(tmp_path):
     assert found.folder == folder == tmp_path / "c" / "step_000003"
     assert found.loop_state() == state
     assert sorted(found.manifest["files"]) == [f"{LEARNER}/part.json", f"{LEARNER}/part.safetensors", LOOP_STATE]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_arrays_of_the_state_lie_in_a_file_of_their_own(tmp_path, in_background):
+    routes = np.arange(6, dtype=np.uint8).reshape(3, 2)
+    with store_of(tmp_path, in_background=in_background) as store:
+        store.save(1, FilePolicy(1), {"step": 1, "groups": [{"routes": routes, "reward": np.array([np.nan])}]})
+    found = store_of(tmp_path).open(1)
+    (group,) = found.loop_state()["groups"]
+    assert group["routes"].dtype == routes.dtype
+    assert group["routes"].tolist() == routes.tolist()
+    assert np.isnan(group["reward"]).all()
+    _flip(found.folder / LOOP_ARRAYS)
+    with pytest.raises(CheckpointError, match=f"{LOOP_ARRAYS} does not match its SHA-256"):
+        store_of(tmp_path).open(1)
 
 
 def test_a_folder_without_checkpoints_has_none(tmp_path):
