@@ -77,7 +77,7 @@ def examples_of(name):
 
 
 def test_every_command_module_is_in_the_overview():
-    assert {info.name for info in pkgutil.iter_modules(moerl.commands.__path__)} == set(COMMANDS)
+    assert {info.name.replace("_", "-") for info in pkgutil.iter_modules(moerl.commands.__path__)} == set(COMMANDS)
 
 
 def test_the_overview_names_every_command_with_its_line(capsys):

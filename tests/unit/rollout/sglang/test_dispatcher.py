@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -306,113 +305,6 @@ def test_a_prompt_that_fills_the_context_asks_for_nothing(context, left):
             assert "/generate" not in server.state()["counts"]
         else:
             assert len(asyncio.run(main()).token_ids) == left
-
-
-def test_a_group_stays_together_until_its_lane_is_too_full():
-    with FakeServer(SLOW) as a, FakeServer(SLOW) as b:
-
-        async def main(slack: int):
-            async with dispatching([a, b], affinity_slack=slack) as d:
-                calls = [d.generate(PROMPT, SamplingParams(3, seed=i), f"p#{i}") for i in range(8)]
-                await asyncio.gather(*calls)
-                return sorted(member.num_answers for member in d.pool.members)
-
-        assert asyncio.run(main(8)) == [0, 8]
-        assert asyncio.run(main(2)) == [3, 5]
-        assert asyncio.run(main(0)) == [4, 4]
-
-
-def test_ranks_of_one_server_share_the_load_and_are_named():
-    with FakeServer(FakeEngineConfig(data_size=4, token_seconds=0.01)) as server:
-
-        async def main():
-            async with dispatching([server], affinity_slack=0) as d:
-                d.pool.set_ranks(d.pool.members[0], 4)
-                calls = [
-                    asyncio.create_task(d.generate(PROMPT, SamplingParams(20, seed=i), f"p#{i}")) for i in range(8)
-                ]
-                await until(lambda: server.call(lambda app: len(app.state.running)) == 8)
-                ranks = server.call(lambda app: [one.data_rank for one in app.state.running.values()])
-                await asyncio.gather(*calls)
-                return Counter(ranks)
-
-        assert asyncio.run(main()) == {0: 2, 1: 2, 2: 2, 3: 2}
-
-
-def test_a_restarted_server_serves_only_after_its_weights_came_again():
-    """Pitfall 25: version 5 was published; a server that was started anew has those of its start."""
-    with FakeServer() as server:
-        server.call(lambda app: app.state.note_update(b"", "5"))
-        replayed = []
-
-        async def replay(client):
-            replayed.append(client.index)
-            server.call(lambda app: app.state.note_update(b"", "5"))
-            return True
-
-        async def main():
-            async with dispatching([server], watch=True, replay=replay) as d:
-                d.policy_version = 5
-                first = await d.generate(PROMPT, SamplingParams(4, seed=1), "p#0")
-                server.restart(0.1)
-                return first, await d.generate(PROMPT, SamplingParams(4, seed=1), "p#1")
-
-        for got in asyncio.run(main()):
-            assert_sampled(got, PROMPT, 4, 1, label="5")
-        assert replayed
-        assert server.state()["num_restarts"] == 1
-
-
-def test_what_waits_fails_when_no_server_comes_back():
-    with FakeServer(
-        faults=[{"kind": "drop", "times": -1}, {"kind": "drop", "endpoint": "/health", "times": -1}]
-    ) as bad:
-
-        async def main():
-            async with dispatching([bad], watch=True) as d:
-                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(4), "p#0"))
-                await until(lambda: d.pool.num_waiting == 1)
-                d.pool.fail(RolloutError("no server was fit"))
-                await task
-
-        with pytest.raises(RolloutError, match="no server was fit"):
-            asyncio.run(main())
-
-
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_over_an_update_every_token_says_who_sampled_it_and_every_row_who_made_it(mode):
-    """Pitfall 21, for each pause mode: tokens, logprobs and routes are held to the version that the spans name."""
-    with FakeServer(SLOW) as server:
-
-        async def main():
-            async with dispatching([server]) as d:
-                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(20, seed=3), "p#0"))
-                await until(lambda: server.call(lambda app: len(app.state.running)) == 1)
-                await asyncio.sleep(0.08)
-                await d.pause(mode)
-                server.call(lambda app: app.state.note_update(b"", "1"))
-                d.policy_version = 1
-                await d.resume()
-                return await task
-
-        got = asyncio.run(main())
-    assert [version for _, _, version in got.version_spans] == [0, 1]
-    cut = got.version_spans[0][1]
-    assert len(got.token_ids) == len(got.logprobs) == got.version_spans[-1][1] == 20
-    old_ids, old_logprobs, old_routes = should_sample(PROMPT, 20, seed=3)
-    new_ids, new_logprobs, _ = should_sample(PROMPT, 20, seed=3, label="1")
-    np.testing.assert_array_equal(got.token_ids, np.concatenate([old_ids[:cut], new_ids[cut:]]))
-    np.testing.assert_allclose(got.logprobs, np.concatenate([old_logprobs[:cut], new_logprobs[cut:]]), rtol=1e-6)
-    assert got.routed_experts is not None
-    rows = got.routed_experts.open()
-    assert len(rows) == 5 + 20 - 1
-    is_old = (rows[: 5 + cut - 1] == old_routes[: 5 + cut - 1]).all()
-    if mode == "retract":
-        assert not is_old
-        assert got.first_true_route == 5 + cut - 1
-    else:
-        assert is_old
-        assert got.first_true_route == 0
 
 
 def test_a_dispatcher_needs_servers():

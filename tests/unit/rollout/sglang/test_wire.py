@@ -10,16 +10,13 @@ import numpy as np
 import orjson
 import pytest
 from fake_servers import EXPECTED, LAYOUT, prompt_of, wire_request
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moerl.errors import RolloutError
-from moerl.rollout.engine import RouteLayout
 from moerl.rollout.fake_engine.model import FakeModel
 from moerl.rollout.fake_engine.running import Running
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
 from moerl.rollout.sglang.faults import ServerError
-from moerl.rollout.sglang.routes import decode_routes, encode_routes, join_routes
+from moerl.rollout.sglang.routes import encode_routes
 from moerl.rollout.sglang.wire import Expected, WireRequest, payload, read_answer
 from moerl.types import SamplingParams
 
@@ -216,60 +213,6 @@ def test_a_stop_token_in_the_middle_shows_ignored_stop_tokens():
     request = wire_request(stop_token_ids=(raw["output_ids"][1],))
     with pytest.raises(ServerError, match="the server ignored stop_token_ids"):
         read(raw, request)
-
-
-def test_zero_rows_and_unknown_experts_are_no_routes():
-    rows = FakeModel(FakeEngineConfig()).routes("default", np.arange(6), 0)
-    rows[-1] = 0
-    with pytest.raises(RolloutError, match="one expert twice for 1 of 6 rows, the first of them row 5"):
-        decode_routes(encode_routes(rows), LAYOUT, rows=6)
-    rows[-1] = 8
-    with pytest.raises(RolloutError, match="ids from 0 to 8, but the model has experts 0 to 7"):
-        decode_routes(encode_routes(rows), LAYOUT, rows=6)
-    rows[-1] = -1
-    with pytest.raises(RolloutError, match="ids from -1"):
-        decode_routes(encode_routes(rows), LAYOUT, rows=6)
-
-
-def test_dense_layers_are_left_out_and_wide_models_take_two_bytes():
-    rows = np.zeros((2, 3, 2), dtype=np.int32)
-    rows[:, 1:] = [[300, 2], [5, 299]]
-    got = decode_routes(encode_routes(rows), RouteLayout(3, (1, 2), 2, 384), rows=2)
-    assert got.dtype == np.int16
-    np.testing.assert_array_equal(got, rows[:, 1:])
-
-
-@given(st.integers(0, 20), st.integers(1, 5), st.integers(1, 4), st.integers(4, 400), st.integers(0, 2**32 - 1))
-def test_routes_survive_the_wire(rows, layers, k, experts, seed):
-    layout = RouteLayout(layers, tuple(range(layers)), k, experts)
-    drawn = np.random.default_rng(seed).random((rows, layers, experts)).argsort(axis=-1)[..., :k]
-    got = decode_routes(encode_routes(drawn), layout, rows=rows)
-    assert got.dtype == (np.uint8 if experts <= 256 else np.int16)
-    np.testing.assert_array_equal(got, drawn)
-
-
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 5), st.booleans())
-def test_turns_joined_are_the_routes_of_the_whole_text(turns, prompt, from_start):
-    """Every request lacks the row of its last token; the next turn, which runs it, brings it (pitfall 3)."""
-    total = prompt + sum(turns)
-    whole = np.random.default_rng(total).integers(0, 8, (total - 1, 3, 2))
-    pieces, length, start = [], prompt, 0
-    for tokens in turns:
-        length += tokens
-        pieces.append((start, whole[start : length - 1]))
-        start = 0 if from_start else length - 1
-    np.testing.assert_array_equal(join_routes(pieces), whole)
-
-
-def test_a_gap_between_turns_is_an_error():
-    rows = np.zeros((4, 3, 2))
-    with pytest.raises(RolloutError, match="rows 4 to 5 came with no request"):
-        join_routes([(0, rows), (6, rows)])
-
-
-def test_rows_that_are_there_are_kept_as_the_sampling_policy_made_them():
-    joined = join_routes([(0, np.full((4, 1, 1), 1)), (0, np.full((9, 1, 1), 2))])
-    assert joined[:, 0, 0].tolist() == [1] * 4 + [2] * 5
 
 
 # aborts, versions, truncation

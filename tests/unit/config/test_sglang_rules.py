@@ -1,0 +1,40 @@
+"""Rules of `rollout.engine: {name: sglang}` that need no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moerl.config.rules import sglang
+from moerl.config.schema import RunConfig
+
+URLS = {"name": "sglang", "urls": ["http://127.0.0.1:30000"]}
+
+
+def faults(engine: dict, *, routing: str = "none", top_k: int = 0) -> list[str]:
+    cfg = RunConfig()
+    algorithm = replace(cfg.algorithm, routing=routing)
+    return list(sglang(replace(cfg, rollout=replace(cfg.rollout, engine=engine, top_k=top_k), algorithm=algorithm)))
+
+
+def test_good_ones_pass():
+    assert faults(URLS, routing="R3", top_k=4096) == []
+    assert faults({"name": "sglang", "servers": {}}) == []
+    assert faults({"name": "local"}, top_k=5000) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "words"),
+    [
+        ({"name": "sglang"}, {}, "needs either urls of servers that run"),
+        ({**URLS, "servers": {}}, {}, "needs either urls of servers that run"),
+        ({**URLS, "pause_mode": "retract"}, {"routing": "R3"}, "pause_mode is 'retract' with algorithm.routing=R3"),
+        ({**URLS, "routes": "never"}, {"routing": "R3"}, "rollout.engine.routes is never"),
+        (URLS, {"top_k": 5000}, "rollout.top_k is 5000, but SGLang"),
+    ],
+)
+def test_bad_ones_are_told(engine, options, words):
+    found = faults(engine, **options)
+    assert len(found) == 1
+    assert words in found[0]
