@@ -35,25 +35,38 @@ docs/fake_engine.md has examples. Kinds of faults:
 _TEXTS = {
     "host": "address to listen on; anything but loopback is open to others",
     "port": "0: any free one",
-    "admin_key": "key that control endpoints ask for",
+    "admin_key": "key that control endpoints ask for; empty: none",
+    "vocab_size": "token ids are below it",
+    "num_layers": "layers in routes, dense ones included",
+    "dense_layers": "so many of the first have no router; their slots stay 0",
+    "num_experts": "experts of a layer",
+    "experts_per_token": "of them, in routes",
+    "returns_routes": "as --enable-return-routed-experts; without it nothing is returned, and no error",
+    "context_length": "tokens of prompt and answer together that are allowed",
+    "eos_token_id": "the end token",
+    "data_size": "ranks of attention data parallelism",
+    "tensor_size": "tensor-parallel ranks that it claims",
+    "weight_version": "label at the start, and after a restart",
+    "max_running_requests": "more wait in the queue",
     "lengths": "tokens of prompt and answer at which the end token comes: fixed:N, uniform:A,B, lognormal:MEDIAN,SIGMA",
     "token_seconds": "time of one token",
-    "health_seconds": "time of a health check",
-    "weight_version": "label at the start",
-    "data_size": "ranks of attention data parallelism",
-    "returns_routes": "as --enable-return-routed-experts",
+    "prefill_token_seconds": "time of one token of a prompt",
+    "update_seconds": "time of one weight bucket, or of one load from disk",
+    "health_seconds": "time of a health check; a real server takes 1 s or more",
+    "is_constant": "every label is the same model, as of a policy that does not move",
+    "seed": "another seed is another model",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option per field of `FakeEngineConfig`."""
     for field in dataclasses.fields(FakeEngineConfig):
-        option, text = "--" + field.name.replace("_", "-"), _TEXTS.get(field.name, "")
+        option, text = "--" + field.name.replace("_", "-"), _TEXTS[field.name]
         default: Any = field.default
         if isinstance(default, bool):
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=text)
         else:
-            shown = f"{text} (default {default!r})".strip()
+            shown = f"{text} (default {default!r})"
             parser.add_argument(option, type=type(default), default=default, metavar="X", help=shown)
     parser.add_argument("--faults", default="[]", metavar="JSON", help="rules, as JSON or as @FILE")
 

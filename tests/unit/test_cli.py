@@ -60,8 +60,12 @@ def exits(capsys, *arguments):
     return caught.value.code, out, err
 
 
+def module_of(name):
+    return importlib.import_module("moerl.commands." + name.replace("-", "_"))
+
+
 def parser_of(name):
-    command = importlib.import_module(f"moerl.commands.{name}")
+    command = module_of(name)
     parser = argparse.ArgumentParser(exit_on_error=False)
     command.add_arguments(parser)
     return parser
@@ -69,8 +73,9 @@ def parser_of(name):
 
 def examples_of(name):
     """The example lines of a command's help as lists of arguments; two blanks begin what is said of them."""
-    text = importlib.import_module(f"moerl.commands.{name}").HELP
-    return [shlex.split(line)[1:] for line in re.findall(r"^  moerl (.*?)(?:  .*)?$", text, re.MULTILINE)]
+    text = module_of(name).HELP
+    lines = [shlex.split(line) for line in re.findall(r"^  moerl (.*?)(?:  .*)?$", text, re.MULTILINE)]
+    return [words[1:] for words in lines if words[0] == name]
 
 
 # Help
@@ -98,7 +103,7 @@ def test_the_help_of_a_command_says_what_it_does_how_and_with_what(name, capsys)
     status, out, err = exits(capsys, name, "--help")
     assert (status, err) == (0, "")
     assert out.startswith(f"usage: moerl {name}")
-    assert importlib.import_module(f"moerl.commands.{name}").HELP.strip() in out  # as it was written, not refilled
+    assert module_of(name).HELP.strip() in out  # as it was written, not refilled
     assert examples_of(name)
     for action in parser_of(name)._actions:
         assert action.help, f"{action.dest} is not explained"

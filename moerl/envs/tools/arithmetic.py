@@ -35,7 +35,7 @@ def _parsed(expression: str) -> ast.expr:
     text = expression.strip().replace("×", "*").replace("÷", "/").replace("−", "-").replace("^", "**")
     try:
         return ast.parse(text, mode="eval").body
-    except (SyntaxError, MemoryError):
+    except (SyntaxError, MemoryError, ValueError):  # some Pythons raise the last one for a null byte
         raise ValueError("not an arithmetic expression") from None
 
 

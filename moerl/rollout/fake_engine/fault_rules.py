@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
-
 from moerl.errors import ConfigError
 
 KINDS = {
@@ -127,7 +125,7 @@ def _spoil(answer: dict[str, Any], meta: dict[str, Any], rule: FaultRule, row_by
 def _spoiled_routes(text: str, rule: FaultRule, row_bytes: int) -> str:
     raw = base64.b64decode(text)
     if rule.kind == "foreign_routes":
-        raw = raw[:-4] + np.int32(1 << 20).tobytes()
+        raw = raw[:-4] + (1 << 20).to_bytes(4, "little")
     elif rule.kind == "zero_routes":
         raw = raw[: -rule.count * row_bytes] + bytes(rule.count * row_bytes)
     elif rule.count > 0:
