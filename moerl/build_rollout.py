@@ -183,9 +183,9 @@ def build_rollout_side(
     `on_span` is told of every group that is sampled for training.
     """
     plugin, engine_cfg = engines.resolve(cfg.rollout.engine, where="rollout.engine")
-    model = ReferenceConfig.from_folder(cfg.model.path)
 
     def local(precision: str) -> Sampler:
+        model = ReferenceConfig.from_folder(cfg.model.path)  # of fewer families than the learner builds
         sampler = Sampler(model, precision=precision, decode=data.tokenizer.decode)
         if load_weights:
             sampler.load_weights(_weights_of(cfg))
@@ -197,7 +197,7 @@ def build_rollout_side(
     if "completions" in plugin.traits["injects"]:
         injected["completions"] = _completions(data.train)
     if "served_model" in plugin.traits["injects"]:
-        injected["served_model"] = served_model(cfg, model)
+        injected["served_model"] = served_model(cfg)
     if "sender" in plugin.traits["injects"]:
         injected["sender"] = weight_sender(cfg)
     train_engine: RolloutEngine = plugin.target(engine_cfg, **injected)
@@ -221,14 +221,23 @@ def engine_precision(cfg: RunConfig) -> str:
     return getattr(engines.resolve(cfg.rollout.engine, where="rollout.engine")[1], "precision", "fp32")
 
 
-def served_model(cfg: RunConfig, model: ReferenceConfig) -> ServedModel:
-    """What an engine of remote servers knows of the model and the run."""
-    layout = RouteLayout(model.num_layers, model.moe_layers, model.experts_per_token, model.num_experts)
+def served_model(cfg: RunConfig) -> ServedModel:
+    """What an engine of remote servers knows of the model and the run; of every family that the learner builds.
+
+    Raises:
+        CheckpointError: config.json is of no such family.
+    """
+    hf = read_config(cfg.model.path)
+    sizes = family_of(hf, cfg.model.family).transformer_kwargs(hf)
+    routed = tuple(layer for layer, is_moe in enumerate(sizes["moe_layer_freq"]) if is_moe)
+    layout = None
+    if routed:
+        layout = RouteLayout(sizes["num_layers"], routed, sizes["moe_router_topk"], sizes["num_moe_experts"])
     return ServedModel(
         path=Path(cfg.model.path),
         run_folder=folder_of(cfg),
-        vocab_size=model.vocab_size,
-        layout=layout if model.moe_layers else None,
+        vocab_size=sizes["vocab_size"],
+        layout=layout,
         wants_routes=cfg.algorithm.routing == "R3",
     )
 
