@@ -1,4 +1,4 @@
-"""What servers are told of a model is what its family says, also where the built-in sampler does not know the family."""
+"""What servers are told of a model is what its family says, also of a family that the built-in sampler lacks."""
 
 from __future__ import annotations
 
