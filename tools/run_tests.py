@@ -70,6 +70,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, **fixed}
 
 
+IN_WORKERS = ("unit", "contracts")
+"""Groups whose tests run in one process, spread over the cores by file; the others start processes themselves."""
+MAX_WORKERS = 8
+
+
 def run(command: list[str]) -> tuple[int, float]:
     """Exit status and seconds; a command over the limit is ended with all that it started."""
     start = time.monotonic()
@@ -100,6 +105,9 @@ def run_group(name: str, folders: list[str], extra: list[str]) -> Result:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         arguments = ["-p", "no:cacheprovider", f"--junitxml={report}", "--durations=5", *extra, *folders]
+        if name in IN_WORKERS:
+            workers = min(os.cpu_count() or 1, MAX_WORKERS)
+            arguments += ["-n", str(workers), "--dist", "loadfile", "--max-worker-restart=0"]
         status, seconds = run([sys.executable, "-m", "pytest", *arguments])
         result = read_report(name, report) if report.exists() else Result(name, failed=1)
     result.seconds = seconds

@@ -34,10 +34,11 @@ def run_tests():
     del sys.modules["run_tests"]
 
 
-def test_counts_and_reasons(run_tests, tmp_path, capfd):
+@pytest.mark.parametrize("group", ["unit", "e2e"], ids=["in workers", "in one process"])
+def test_counts_and_reasons(run_tests, tmp_path, capfd, group):
     (tmp_path / "test_mixed.py").write_text(MIXED)
     (tmp_path / "test_whole.py").write_text(WHOLE_FILE)
-    result = run_tests.run_group("unit", [str(tmp_path)], [])
+    result = run_tests.run_group(group, [str(tmp_path)], [])
     assert (result.passed, result.failed, len(result.skips)) == (1, 2, 2)
     assert any(skip.endswith("test_skipped: no GPU here") for skip in result.skips)
     assert any(skip.endswith("test_whole: needs no_such_module") for skip in result.skips)
@@ -47,9 +48,10 @@ def test_counts_and_reasons(run_tests, tmp_path, capfd):
     assert "no GPU here" in out
 
 
-def test_a_pytest_that_breaks_counts_as_failed(run_tests, tmp_path):
+@pytest.mark.parametrize("group", ["unit", "e2e"], ids=["in workers", "in one process"])
+def test_a_pytest_that_breaks_counts_as_failed(run_tests, tmp_path, group):
     (tmp_path / "test_dies.py").write_text("import os\ndef test_dies(): os._exit(3)\n")
-    assert run_tests.run_group("unit", [str(tmp_path)], []).failed == 1
+    assert run_tests.run_group(group, [str(tmp_path)], []).failed == 1
 
 
 def holders_of(path):
