@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from moerl.errors import ConfigError
 from moerl.metrics import Metrics, Sum
 from moerl.rewards import rewards
-from moerl.rewards.base import UnscoredError, check_choice
+from moerl.rewards.base import UnscoredError, check_choice, judge
 from moerl.rewards.http import HttpConfig, JsonService
 from moerl.rewards.pool import SandboxPool
 
@@ -63,15 +63,16 @@ class ModelJudge:
     """Values from 0 to 1."""
 
     def __init__(self, config: ModelJudgeConfig, pool: SandboxPool) -> None:
-        """`pool` is not used: the verdict's pattern is the configuration's, and the judge's text is short.
+        """The judge's text is read in `pool`: it may quote the answer, and a pattern can hang on hostile text.
 
         Raises:
             ConfigError: what cannot be, a template that is not there, or one that does not show the answer.
         """
         check_choice(config.api, APIS, where="reward model_judge: api")
-        self._pattern = _compiled(config.verdict)
+        _check_pattern(config.verdict)
         _check_numbers(config)
         self._config = config
+        self._pool = pool
         self._template = _template(config.template)
         self._words = {word.casefold(): value for word, value in config.words.items()}
         self._service = JsonService(config, "model_judge")
@@ -88,7 +89,8 @@ class ModelJudge:
             self._cache.move_to_end(key)
             return self._cache[key]
         said = await asyncio.gather(*(self._vote(asked, vote) for vote in range(self._config.votes)))
-        read = [value for value in map(self._read, said) if value is not None]
+        values = await asyncio.gather(*(self._read(one) for one in said))
+        read = [value for value in values if value is not None]
         unreadable = len(said) - len(read)
         self._counts["unreadable"] += unreadable
         if unreadable > self._config.max_unreadable or not read:
@@ -138,14 +140,14 @@ class ModelJudge:
         sampling = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature}
         return _said(await self._service.ask({"text": asked, "sampling_params": sampling}), ("text",))
 
-    def _read(self, said: str) -> float | None:
+    async def _read(self, said: str) -> float | None:
         """0..1, or None."""
-        matches = list(self._pattern.finditer(said))
-        if not matches:
+        pattern = self._config.verdict
+        found = await judge(self._pool, "moerl.rewards.judges.text:last_group", text=said, pattern=pattern)
+        if found is None:
             return None
-        found = (matches[-1].group(1) or "").strip().casefold()
         try:
-            value = self._words[found] if self._words else float(found)
+            value = self._words[found.casefold()] if self._words else float(found)
         except (KeyError, ValueError):
             return None
         low, high = self._config.minimum, self._config.maximum
@@ -164,14 +166,13 @@ def _said(answer: Mapping[str, Any], path: Sequence[str | int]) -> str:
     return value
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _check_pattern(pattern: str) -> None:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
         raise ConfigError(f"reward model_judge: verdict {pattern!r} is no regular expression ({error})") from error
     if not compiled.groups:
         raise ConfigError(f"reward model_judge: verdict {pattern!r} has no group; put (...) around the verdict")
-    return compiled
 
 
 def _check_numbers(config: ModelJudgeConfig) -> None:

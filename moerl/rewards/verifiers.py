@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class VerifiersRewardConfig(RewardConfig):
-    """How long it may take."""
+    """Whether it is trusted, and how long it may take."""
 
+    in_process: bool = False
+    """Must be true: the taskset's functions read a model's text in this process, outside of the sandbox, because they
+    may hold judges, clients and data of their own. Say so only for a taskset whose functions run nothing of it."""
     timeout_seconds: float = 60.0
     """Of the task's functions and judges together, where they wait; one that computes cannot be interrupted."""
 
@@ -36,7 +39,12 @@ class Verifiers:
     """The weighted sum of the task's rewards, as the taskset weighs them."""
 
     def __init__(self, config: VerifiersRewardConfig, pool: SandboxPool) -> None:
-        """`pool` is not used."""
+        """`pool` is not used. Raises `ConfigError` where `in_process` was not agreed to."""
+        if not config.in_process:
+            raise ConfigError(
+                "reward verifiers: the functions of a taskset read a model's text in this process and not in the "
+                "sandbox; if you trust the taskset to run nothing of it, say so: {name: verifiers, in_process: true}"
+            )
         if not config.timeout_seconds > 0:
             raise ConfigError(f"reward verifiers: timeout_seconds={config.timeout_seconds} must be above 0")
         self._config = config

@@ -18,6 +18,7 @@ from moerl.errors import ConfigError
 from moerl.metrics import to_floats
 from moerl.rewards.base import UnscoredError
 from moerl.rewards.model_judge import ModelJudge, ModelJudgeConfig
+from moerl.rewards.pool import SandboxPool
 from moerl.rewards.remote import Remote, RemoteConfig
 from moerl.types import Prompt
 
@@ -76,13 +77,20 @@ def server():
     server.close()
 
 
+@pytest.fixture(scope="module")
+def pool():
+    pool = SandboxPool(num_workers=1, timeout_seconds=2.0, memory_bytes=1_000_000_000)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
-def made():
+def made(pool):
     """Builds rewards and closes them."""
     built = []
 
     def make(kind, config):
-        built.append(kind(config, None))
+        built.append(kind(config, pool))
         return built[-1]
 
     yield make
@@ -302,6 +310,13 @@ def test_a_judge_without_a_verdict_is_no_zero(server, made, tmp_path, reply, mes
     server.replies = [reply]
     with pytest.raises(UnscoredError, match=message):
         ask(judge(server, made, tmp_path))
+
+
+def test_a_text_on_which_the_pattern_hangs_is_cut_off_and_no_verdict(server, made, tmp_path):
+    """Patterns run in the sandboxed pool: a judge may quote what a hostile answer told it to."""
+    server.replies = says("a" * 64 + "!")
+    with pytest.raises(UnscoredError, match="timeout"):
+        ask(judge(server, made, tmp_path, verdict=r"((a|aa)+)$"))
 
 
 def test_equal_questions_are_asked_once(server, made, tmp_path):

@@ -79,7 +79,7 @@ def taskset(tmp_path, monkeypatch):
 
 
 def score(row, text, reward=None, **config):
-    reward = reward or Verifiers(VerifiersRewardConfig(**config), None)
+    reward = reward or Verifiers(VerifiersRewardConfig(in_process=True, **config), None)
     prompt = Prompt("v/0", np.array([1], np.int32), row.answer, "v", metadata=row.metadata)
     return asyncio.run(reward.score(prompt, text))
 
@@ -89,7 +89,7 @@ def test_tasks_become_rows_and_their_rewards_are_weighed_by_the_task(taskset):
     assert [(row.prompt, row.answer, row.source) for row in rows] == [
         (f"{i}+{i}=?", str(2 * i), f"verifiers:sums_plain#{i}") for i in range(3)
     ]
-    reward = Verifiers(VerifiersRewardConfig(), None)
+    reward = Verifiers(VerifiersRewardConfig(in_process=True), None)
     assert [score(rows[2], text, reward) for text in ("4", "5", "long answer")] == [3.0, 1.0, 0.25]
     found = to_floats(reward.take_metrics())
     assert found == pytest.approx({"right": 1 / 3, "short": 0.75, "length": 13 / 3})
@@ -147,7 +147,12 @@ def test_what_cannot_be_asked_is_refused(taskset):
 
 def test_other_prompts_are_refused():
     bare = Prompt("d/0", np.array([1], np.int32), "1", "d")
-    reward = Verifiers(VerifiersRewardConfig(), None)
+    reward = Verifiers(VerifiersRewardConfig(in_process=True), None)
     assert reward.check([bare]) == ["is of no taskset; the reward verifiers is for prompts of the source verifiers"]
     with pytest.raises(ConfigError, match=r"timeout_seconds=0\.0 must be above 0"):
-        Verifiers(VerifiersRewardConfig(timeout_seconds=0.0), None)
+        Verifiers(VerifiersRewardConfig(in_process=True, timeout_seconds=0.0), None)
+
+
+def test_it_runs_only_where_that_was_agreed_to():
+    with pytest.raises(ConfigError, match=r"not in the sandbox.*in_process: true"):
+        Verifiers(VerifiersRewardConfig(), None)
