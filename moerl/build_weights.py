@@ -68,8 +68,9 @@ def build_precision(cfg: RunConfig) -> Precision:
     if cfg.weight_sync.precision == "bf16":
         return Precision(True, kept)
     _quantisation(cfg)
-    stored = HFFolder(cfg.model.path).names()
-    return Precision(True, kept, frozenset(n.removesuffix(SCALE) for n in stored if n.endswith(SCALE)))
+    blocks = {name.removesuffix(SCALE) for name in HFFolder(cfg.model.path).names() if name.endswith(SCALE)}
+    exported = {name for rule in rules for name in rule.hf_names}  # carried layers are stored, and never sent
+    return Precision(True, kept, frozenset(blocks & exported))
 
 
 def _quantisation(cfg: RunConfig) -> dict[str, Any] | None:

@@ -13,9 +13,9 @@ from rich.console import RenderableType
 from moerl.analysis.report import write_report
 from moerl.analysis.run_folder import METRICS_FILE, read_metrics
 from moerl.config.schema import RunConfig
+from moerl.convert.carrying import kept_names
 from moerl.models.carried import (
     NOTHING_CARRIED,
-    carried_float32_names,
     carried_record,
     missing_warning,
     open_carried,
@@ -23,7 +23,6 @@ from moerl.models.carried import (
 from moerl.models.family import family_of
 from moerl.models.hf_export import write_hf_folder
 from moerl.models.hf_folder import read_config
-from moerl.models.rules import buffer_names
 from moerl.protocols import Policy
 from moerl.telemetry.summary import build_summary, package_versions, summary_table, write_summary
 
@@ -66,7 +65,7 @@ def export_weights(cfg: RunConfig, out: Path, policy: Policy, *, is_leader: bool
         itertools.chain(policy.export(), extra),
         cfg.model.path,
         dtype=EXPORT_DTYPES[cfg.checkpoint.export_dtype],
-        float32_names=buffer_names(rules) | carried_float32_names(carried, rules),
+        kept_names=kept_names(rules, carried),
         record={"converted_from": str(cfg.model.path), **carried_record(carried, is_older=True)},
     )
 

@@ -7,7 +7,7 @@ with FP8 blocks comes from one, its convention is the original's: everything sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,9 +50,7 @@ def carried_out(
         return CarriedOut(stored, carried.stored.get, frozenset(), scales)
     plain = carried.plain()
     names = sorted(plain.names())
-    routers = places_in_layer(name for rule in rules if keeps_dtype(rule) for name in rule.hf_names)
-    tables = frozenset(carried.kinds.get(ROTARY, ()))
-    kept = tables | {name for name in names if places_in_layer([name]) & routers}
+    kept = kept_names(rules, carried)
     tensors = [
         Described(name, asked_dtype(plain.dtype(name), None if name in kept else dtype), plain.shape(name))
         for name in names
@@ -60,6 +58,14 @@ def carried_out(
     places = places_in_layer(linear)
     quantised = {one.name for one in tensors if len(one.shape) == 2 and places_in_layer([one.name]) & places}
     return CarriedOut(tensors, plain.get, frozenset(quantised), frozenset())
+
+
+def kept_names(rules: Iterable[Rule], carried: Carried) -> frozenset[str]:
+    """Those that keep their type in an export: routers and their biases, carried ones too, and tables."""
+    own = frozenset(name for rule in rules if keeps_dtype(rule) for name in rule.hf_names)
+    places = places_in_layer(own)
+    found = (name for name in carried.plain().names() if places_in_layer([name]) & places)
+    return own | frozenset(found) | frozenset(carried.kinds.get(ROTARY, ()))
 
 
 def _has_blocks(carried: Carried) -> bool:

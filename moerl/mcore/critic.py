@@ -226,8 +226,7 @@ class MegatronCritic:
         self._optimizer.zero_grad()
         self._accumulate(minibatch)
         self._optimizer.complete_gradients()
-        grads = {name: tensor.main_grad for name, tensor in self._weights.parameters().items()}  # pyright: ignore[reportAttributeAccessIssue] set by DDP
-        found = {name: grad.clone() for name, grad in self._weights.export(grads)}
+        found = {name: grad.clone() for name, grad in self._weights.export(self._weights.gradients())}
         head = {name: tensor.main_grad.clone() for name, tensor in self.head.items()}  # pyright: ignore[reportAttributeAccessIssue]
         found.update(self._on_every_stage(head, torch.float32))
         self._optimizer.zero_grad()

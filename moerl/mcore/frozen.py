@@ -17,32 +17,38 @@ REFERENCE, TEACHER = "ref_logprobs", "teacher_logprobs"
 class FrozenWeights:
     """A second set of values for the live tensors of a model."""
 
-    def __init__(self, live: Mapping[str, Tensor]) -> None:
-        """A copy of what `live` holds now; `live` are the tensors of the network, by name."""
+    def __init__(self, live: Mapping[str, Tensor], *, in_float32: bool = False) -> None:
+        """A copy of what `live` holds now; `live` are the tensors of the network, by name.
+
+        `in_float32` keeps the copy in float32, as an average that moves by small steps needs: each step would be
+        rounded away in bfloat16. It costs twice the memory then, and a cast copy while the network computes with it.
+        """
         self._live = live
-        self.values: dict[str, Tensor] = {name: tensor.detach().clone() for name, tensor in live.items()}
+        self.values: dict[str, Tensor] = {}
+        for name, tensor in live.items():
+            is_wide = in_float32 and tensor.is_floating_point()
+            self.values[name] = tensor.detach().to(torch.float32 if is_wide else tensor.dtype, copy=True)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The network computes with these weights."""
-        self._swap()
+        own = {name: tensor.data for name, tensor in self._live.items()}
         try:
+            for name, tensor in self._live.items():
+                tensor.data = self.values[name].to(tensor.dtype)
             yield
         finally:
-            self._swap()
+            for name, tensor in self._live.items():
+                tensor.data = own[name]
 
     @torch.no_grad()
     def follow(self, ema: float) -> None:
         """Become ema * these + (1 - ema) * the live ones; 0 is a plain copy, bit for bit."""
         for name, tensor in self._live.items():
             if ema and tensor.is_floating_point():
-                self.values[name].mul_(ema).add_(tensor, alpha=1.0 - ema)
+                self.values[name].lerp_(tensor.to(self.values[name].dtype), 1.0 - ema)
             else:
                 self.values[name].copy_(tensor)
-
-    def _swap(self) -> None:
-        for name, tensor in self._live.items():
-            tensor.data, self.values[name] = self.values[name], tensor.data
 
 
 def chosen(frozen: Mapping[str, FrozenWeights], name: str) -> FrozenWeights:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moerl.errors import ConfigError
+from moerl.mcore.latent_attention import LATENT_EPS
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,12 @@ GUARDS: tuple[Guard, ...] = (
         lambda c, te: c.experimental_attention_variant is not None and _tensor(c),
         "experimental_attention_variant with tensor parallelism: the gradient of its output norm is not summed over "
         "the axis (issue 7452, 11); set parallel.tensor=1",
+    ),
+    Guard(
+        "latent_norms",
+        lambda c, te: te and c.multi_latent_attention and c.layernorm_epsilon != LATENT_EPS,
+        "latent attention by TransformerEngine: it gives the norms of latents the epsilon of all others "
+        f"(rms_norm_eps), where these models have {LATENT_EPS:g}; train it without TransformerEngine",
     ),
     Guard(
         "saved_activations",

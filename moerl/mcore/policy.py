@@ -130,8 +130,8 @@ class MegatronPolicy:
         policy._routing = routing
         policy._gamma_min = gamma_min
         if needs_reference:
-            frozen[REFERENCE] = FrozenWeights(weights.local)
             policy._refresh = reference or ReferenceSection()
+            frozen[REFERENCE] = FrozenWeights(weights.local, in_float32=policy._refresh.ema > 0)
         policy._frozen = frozen
         return policy
 
@@ -353,8 +353,7 @@ class MegatronPolicy:
         self._optimizer.zero_grad()
         self._accumulate(minibatch, objective, observe=False)
         self._optimizer.complete_gradients()
-        grads = {name: _gradient(tensor) for name, tensor in self._weights.parameters().items()}
-        found = {name: grad.clone() for name, grad in self._weights.export(grads)}
+        found = {name: grad.clone() for name, grad in self._weights.export(self._weights.gradients())}
         self._optimizer.zero_grad()
         return found
 
@@ -394,7 +393,3 @@ class MegatronPolicy:
 def _seen(result: MicroResult) -> Observation:
     assert result.observed is not None
     return result.observed
-
-
-def _gradient(tensor: Tensor) -> Tensor:
-    return tensor.main_grad if tensor.requires_grad else torch.zeros_like(tensor)  # pyright: ignore[reportAttributeAccessIssue] set by DDP

@@ -14,6 +14,7 @@ from torch import Tensor
 from moerl.errors import CheckpointError, ConfigError
 from moerl.mcore.model import VOCAB_MULTIPLE, ModelSource, unwrap
 from moerl.mcore.parallel import Axis, ParallelState
+from moerl.mcore.te_names import local_name
 from moerl.mcore.wire import gather_json
 from moerl.models.disk import fused_stream
 from moerl.models.hf_folder import checked_source
@@ -68,7 +69,7 @@ class WeightMap:
                     name = EMBEDDING  # noqa: PLW2901
                 found = re.match(r"decoder\.layers\.(\d+)\.", name)
                 offset = offsets[int(found[1])] if found else 0
-                self.local[shift_indices(name, layers=offset, experts=experts)] = tensor
+                self.local[shift_indices(local_name(name), layers=offset, experts=experts)] = tensor
         is_complete = parallel.pp.size == parallel.ep.size == 1
         match_parameters(self.rules, self.local, is_complete=is_complete)
         self._holders = self._find_holders()
@@ -123,11 +124,21 @@ class WeightMap:
         """`local` without buffers: what an optimizer may move."""
         return {name: tensor for name, tensor in self.local.items() if isinstance(tensor, torch.nn.Parameter)}
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Of `parameters`: float32, as DDP adds them up; 0 of what is not trained."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in self.parameters().items():
+            if tensor.requires_grad:
+                found[name] = tensor.main_grad  # pyright: ignore[reportAttributeAccessIssue] set by DDP
+            else:
+                found[name] = torch.zeros_like(tensor, dtype=torch.float32)
+        return found
+
     def export(self, tensors: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of every weight, in the order of the rules; every rank gets every tensor.
 
-        `tensors` (global megatron name -> local part) takes the place of the weights: gradients, which buffers have
-        not, travel the same way.
+        `tensors` (global megatron name -> local part, float32) takes the place of the weights: gradients, which
+        buffers have not, travel the same way.
         On one process the tensors may be views of live parameters: copy what must outlast the next update.
         """
         family, hf = self._source.family, self._source.hf
@@ -135,15 +146,17 @@ class WeightMap:
 
     def _export(self, tensors: Mapping[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
         local = self.local if tensors is None else tensors
+        plain = next(iter(self.parameters().values())).dtype if tensors is None else torch.float32
         for rule in self.rules:
             if rule.is_buffer and tensors is not None:
                 continue
             part = local.get(rule.megatron_name)
-            whole = self._gather(rule, None if part is None else part.detach())
+            dtype = torch.float32 if rule.is_buffer else plain
+            whole = self._gather(rule, None if part is None else part.detach(), dtype)
             if whole is not None:
                 yield from rule.to_hf(whole).items()
 
-    def _gather(self, rule: Rule, part: Tensor | None) -> Tensor | None:
+    def _gather(self, rule: Rule, part: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         if self._parallel.world_size == 1:
             return None if part is None else rule.gather([part])
         holders = self._holders[rule.megatron_name]
@@ -156,7 +169,6 @@ class WeightMap:
         if len(holders) == self._parallel.world_size:
             return whole
         if whole is None:
-            dtype = torch.float32 if rule.is_buffer else next(iter(self.parameters().values())).dtype
             whole = torch.empty(rule.megatron_shape(), dtype=dtype, device=torch.cuda.current_device())
         dist.broadcast(whole, src=holders[0])
         return whole
@@ -200,6 +212,11 @@ class _RandomTensors:
     def get(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            return torch.ones(shape) if _is_norm(name) else torch.zeros(shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}/{name}".encode()))
         return torch.randn(shape, generator=generator) * self._std
+
+
+def _is_norm(name: str) -> bool:
+    """Of a one-dimensional weight; the others are biases and attention sinks."""
+    return "norm" in name and name.endswith("weight")

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from moerl.errors import CheckpointError
-from moerl.models.family import PREDICTION, ROTARY, HFConfig, ModelFamily
+from moerl.models.family import PREDICTION, HFConfig, ModelFamily
 from moerl.models.hf_folder import HFFolder, InMemory, WeightSource, has_weights
 from moerl.models.quantised import QUANTISATION_FIELDS, plain_source
-from moerl.models.rules import Rule, Shape, buffer_names, shorten
+from moerl.models.rules import Shape, shorten
 from moerl.shards import has_shards
 
 CARRIED_INDEX = "carried.safetensors.index.json"
@@ -146,14 +146,6 @@ def open_carried(folder: Path, family: ModelFamily, hf: HFConfig, allowed: Itera
 def places_in_layer(names: Iterable[str]) -> frozenset[str]:
     """What comes after the number of a layer, which is the same in a layer of multi-token prediction."""
     return frozenset(found[1] for name in names if (found := _IN_LAYER.search(name)))
-
-
-def carried_float32_names(carried: Carried, rules: Iterable[Rule]) -> frozenset[str]:
-    """Those that are float32 in every precision, as `buffer_names` are of the model; and tables."""
-    buffers = places_in_layer(buffer_names(rules))
-    return frozenset(name for name in carried.names if places_in_layer([name]) & buffers) | frozenset(
-        carried.kinds.get(ROTARY, ())
-    )
 
 
 def missing_warning(carried: Carried, family: ModelFamily, hf: HFConfig) -> str | None:

@@ -42,7 +42,7 @@ def write_hf_folder(
     source_folder: str | Path,
     *,
     dtype: torch.dtype | None = None,
-    float32_names: frozenset[str] = frozenset(),
+    kept_names: frozenset[str] = frozenset(),
     max_shard_bytes: int = 5_000_000_000,
     record: Mapping[str, Any] | None = None,
 ) -> None:
@@ -50,7 +50,7 @@ def write_hf_folder(
 
     The folder is built beside `out` and renamed, so `out` is never half written; an older `out` is replaced. Holds at
     most one shard in memory. The same tensors in the same order give the same bytes. `dtype` casts tensors of 16 to 64
-    bit floats; None keeps them; `float32_names` are float32 either way. `record`: what a manifest says beside the
+    bit floats; None keeps them, and `kept_names` keep theirs either way. `record`: what a manifest says beside the
     checksums of the files; None writes none.
 
     Raises:
@@ -65,7 +65,7 @@ def write_hf_folder(
         for half in out.parent.glob(f".{out.name}.building-*"):  # of a process that was killed
             shutil.rmtree(half, ignore_errors=True)
         building.mkdir(parents=True)
-        writer = _ShardWriter(building, out, dtype, float32_names, max_shard_bytes)
+        writer = _ShardWriter(building, out, dtype, kept_names, max_shard_bytes)
         for name, tensor in tensors:
             writer.add(name, tensor)
         writer.finish()
@@ -90,13 +90,13 @@ class _ShardWriter:
         folder: Path,
         out: Path,
         dtype: torch.dtype | None,
-        float32_names: frozenset[str],
+        kept_names: frozenset[str],
         max_shard_bytes: int,
     ) -> None:
         self._folder = folder
         self._out = out
         self._dtype = dtype
-        self._float32_names = float32_names
+        self._kept_names = kept_names
         self._max_bytes = max_shard_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -115,9 +115,8 @@ class _ShardWriter:
             raise CheckpointError(f"tensor {name!r} came twice; a name must be unique in a folder")
         self._seen.add(name)
         castable = tensor.dtype in _CASTABLE
-        target = self._dtype if self._dtype is not None and castable else tensor.dtype
-        if name in self._float32_names:
-            target = torch.float32
+        is_cast = self._dtype is not None and castable and name not in self._kept_names
+        target = self._dtype if is_cast else tensor.dtype
         tensor = tensor.detach().to("cpu", target, copy=True).contiguous()
         if castable and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())

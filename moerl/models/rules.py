@@ -277,11 +277,6 @@ def _stacked(shapes: Sequence[Shape]) -> Shape:
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def buffer_names(rules: Iterable[Rule]) -> frozenset[str]:
-    """Hugging Face names of what is float32 in every precision."""
-    return frozenset(name for rule in rules if rule.is_buffer for name in rule.hf_names)
-
-
 def padded_vocab_size(vocab_size: int, multiple: int, size: int) -> int:
     """Rows of the padded vocabulary over all `size` ranks; each rank's share is a multiple of `multiple`."""
     step = multiple * size

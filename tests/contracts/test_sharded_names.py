@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from tiny_models import KINDS, save_model
@@ -43,6 +45,31 @@ def test_names_shapes_and_boxes_are_megatrons(built):
         ]
         made = [(piece.key, piece.shape, piece.offset, piece.extent) for piece in names.pieces(rule)]
         assert made == wanted, rule.megatron_name
+
+
+EXPERT = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
+"""TransformerEngine's grouped product has `weight0`, `weight1` ... (megatron/core/extensions/transformer_engine.py)."""
+
+
+def test_names_of_transformer_engines_layers_are_those_of_the_local_ones(built):
+    """Megatron saves local norms under the names of the fused ones, so what it saves is what TransformerEngine has."""
+    from moerl.mcore.sharding import placements
+    from moerl.mcore.te_names import local_name
+
+    _, weights, chunks, layout = built
+    places = placements(chunks, layout)
+    num_renamed = 0
+    for name, live in weights.local.items():
+        if (found := EXPERT.fullmatch(name)) is not None:
+            there = f"{found[1]}.{found[3]}.{found[4]}{found[2]}"
+        else:
+            (key,) = {shard.name for shard in places[id(live)].shards("", live.detach())}
+            key = key.removeprefix("/")
+            layer = re.search(r"layers\.\d+\.", name)
+            there = re.sub(r"layers\.(\d+\.)?", layer[0], key, count=1) if layer else key
+        assert local_name(there) == local_name(name) == name
+        num_renamed += there != name
+    assert num_renamed
 
 
 def test_the_learner_reads_shards_as_it_reads_the_folder(built, tmp_path):

@@ -9,7 +9,6 @@ from tiny_models import KINDS, forward_of, make_model, save_model
 from moerl.errors import ConfigError
 from moerl.models.family import family_of
 from moerl.models.hf_folder import HFFolder, InMemory, Unfused, read_config
-from moerl.models.rules import buffer_names
 from moerl.replay import compare_gradients
 
 
@@ -51,7 +50,7 @@ def test_gradients_equal_transformers(kit, both, micro, recompute):
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     family = family_of(hf)
     theirs = Unfused(InMemory(grads), family.fused_slices(hf))
-    buffers = buffer_names(family.weight_rules(hf))
+    buffers = {name for rule in family.weight_rules(hf) if rule.is_buffer for name in rule.hf_names}
     wanted = {name: theirs.get(name) for name in HFFolder(folder).names() - buffers}
     gaps = compare_gradients(wanted, kit.make_policy(folder, recompute=recompute).gradients([micro], kit.Nll()))
     largest = max(gap.largest for gap in gaps)

@@ -62,6 +62,29 @@ def test_ema_keeps_a_share_of_the_old_reference(kit, tiny_folder, batch):
         torch.testing.assert_close(tensor, 0.75 * before[name] + 0.25 * live[name].detach(), rtol=1e-6, atol=1e-7)
 
 
+def test_ema_of_a_bf16_policy_moves_by_steps_that_bf16_would_round_away(kit, tiny_folder, batch, tmp_path):
+    """Weights 1 % apart: (1 - ema) of that is below half a unit of bfloat16 in the last place."""
+    ema, times = 0.9, 30
+    settings = {"params": "bf16", "needs_reference": True, "reference": ReferenceSection(1, ema)}
+    policy, other = kit.make_policy(tiny_folder, **settings), kit.make_policy(tiny_folder, **settings)
+    frozen, live = policy._frozen["ref_logprobs"], policy._weights.local
+    start = {name: tensor.float().clone() for name, tensor in live.items()}
+    with torch.no_grad():
+        for tensor in live.values():
+            tensor.mul_(1.01)
+    for _ in range(times):
+        frozen.follow(ema)
+    for name, tensor in live.items():
+        wanted = ema**times * start[name] + (1 - ema**times) * tensor.float()
+        torch.testing.assert_close(frozen.values[name], wanted, rtol=1e-5, atol=1e-8)
+    with frozen.in_place():
+        assert all(torch.equal(t, frozen.values[name].to(t.dtype)) for name, t in policy._weights.local.items())
+    updated(policy, batch, 1)
+    policy.save(tmp_path)
+    other.load(tmp_path)
+    assert all(torch.equal(frozen.values[n], t) for n, t in other._frozen["ref_logprobs"].values.items())
+
+
 def test_a_checkpoint_remembers_where_the_reference_is(kit, tiny_folder, batch, tmp_path):
     settings = {"needs_reference": True, "reference": ReferenceSection(2)}
     policy, other = kit.make_policy(tiny_folder, **settings), kit.make_policy(tiny_folder, **settings)

@@ -42,6 +42,9 @@ WRONG = {
 }
 
 
+WRONG_WITH_TE = {"latent_norms": {"multi_latent_attention": True, "layernorm_epsilon": 1e-5}}
+
+
 def config_of(fields, **changes):
     """Megatron's own checks are passed by: a later version may drop them, and some depend on what is installed."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -56,20 +59,22 @@ def config_of(fields, **changes):
 def test_every_guard_has_a_case():
     from moerl.mcore.guards import GUARDS
 
-    assert sorted(WRONG) == sorted(guard.name for guard in GUARDS)
+    assert sorted({*WRONG, *WRONG_WITH_TE}) == sorted(guard.name for guard in GUARDS)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_each_guard_refuses_its_case_and_no_other_guard_does(fields, name):
+@pytest.mark.parametrize(
+    ("name", "use_te"), [*((name, False) for name in WRONG), *((name, True) for name in WRONG_WITH_TE)]
+)
+def test_each_guard_refuses_its_case_and_no_other_guard_does(fields, name, use_te):
     from moerl.mcore.guards import GUARDS, refuse_silent_faults
 
-    changes = WRONG[name]
+    changes = (WRONG_WITH_TE if use_te else WRONG)[name]
     if "tensor_model_parallel_size" in changes and name != "sequence_parallel":
         changes = {**changes, "sequence_parallel": True}
     config = config_of(fields, **changes)
     message = next(guard.message for guard in GUARDS if guard.name == name)
     with pytest.raises(ConfigError) as caught:
-        refuse_silent_faults(config, use_te=False)
+        refuse_silent_faults(config, use_te=use_te)
     assert str(caught.value) == f"megatron settings: {message}"
 
 
@@ -87,6 +92,8 @@ def test_what_the_learner_asks_for_passes(fields):
     refuse_silent_faults(config_of(fields, **good), use_te=False)
     with_te = {"fp8": "hybrid", "window_size": (128, 0), "softmax_type": "learnable"}
     refuse_silent_faults(config_of(fields, **with_te), use_te=True)
+    refuse_silent_faults(config_of(fields, multi_latent_attention=True, layernorm_epsilon=1e-6), use_te=True)
+    refuse_silent_faults(config_of(fields, multi_latent_attention=True, layernorm_epsilon=1e-5), use_te=False)
 
 
 def test_a_family_cannot_bring_a_refused_setting_in(tiny_folder):

@@ -13,7 +13,6 @@ from moerl.mcore.router_replay import below_lost_groups
 from moerl.models.family import family_of
 from moerl.models.hf_export import write_hf_folder
 from moerl.models.hf_folder import HFFolder, read_config
-from moerl.models.rules import buffer_names
 from moerl.reference.model import ReferenceModel
 from moerl.replay import compare_gradients
 
@@ -181,8 +180,8 @@ def test_the_bias_is_float32_in_a_bf16_learner(kit, tmp_path):
         assert torch.equal(exported[BIAS.format(layer)], source.get(BIAS.format(layer)))
     assert exported["model.embed_tokens.weight"].dtype == torch.bfloat16
     hf = read_config(tmp_path / "from")
-    kept = buffer_names(family_of(hf).weight_rules(hf))
-    write_hf_folder(tmp_path / "to", exported.items(), tmp_path / "from", dtype=torch.bfloat16, float32_names=kept)
+    kept = frozenset(name for rule in family_of(hf).weight_rules(hf) if rule.is_buffer for name in rule.hf_names)
+    write_hf_folder(tmp_path / "to", exported.items(), tmp_path / "from", dtype=torch.bfloat16, kept_names=kept)
     assert torch.equal(HFFolder(tmp_path / "to").get(BIAS.format(1)), source.get(BIAS.format(1)))
 
 

@@ -2,10 +2,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from prediction_layers import save_fp8_with_prediction
 
+from moerl.build_weights import build_precision
+from moerl.config.schema import RunConfig
 from moerl.errors import WeightSyncError
+from moerl.models.family import family_of
 from moerl.models.fp8 import dequantise_fp8
-from moerl.weight_sync.precision import Precision
+from moerl.models.hf_folder import HFFolder, read_config
+from moerl.weight_sync.precision import SCALE, Precision
 
 torch.manual_seed(0)
 WEIGHTS = {
@@ -47,3 +53,18 @@ def test_a_value_that_fp8_cannot_hold_names_its_tensor():
     weights = {"proj.weight": torch.full((2, 2), float("nan"))}
     with pytest.raises(WeightSyncError, match=r"proj.weight: a value is not finite .*not published"):
         dict(Precision(quantised=frozenset(weights)).apply(weights.items()))
+
+
+@pytest.mark.parametrize("kind", ["latent", "sigmoid"])
+def test_carried_layers_in_fp8_blocks_are_not_waited_for(tmp_path, kind):
+    """DeepSeek-V3 and GLM-4.5 in FP8: layers of multi-token prediction are stored, and never trained or sent."""
+    folder, _ = save_fp8_with_prediction(tmp_path / "fp8", kind)
+    cfg = OmegaConf.structured(RunConfig)
+    cfg.model.path, cfg.weight_sync.precision = str(folder), "fp8_block"
+    hf = read_config(folder)
+    exported = {name for rule in family_of(hf).weight_rules(hf) for name in rule.hf_names}
+    precision = build_precision(cfg)
+    stored = HFFolder(folder).names()
+    assert precision.names(exported) == {name for name in stored if name.removesuffix(SCALE) in exported}
+    assert precision.quantised
+    assert stored - precision.names(exported), "this folder has no carried layer in blocks"
