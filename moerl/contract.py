@@ -26,7 +26,7 @@ class StepZeroContract:
     learner_precision: str
     engine_precision: str
     tolerance: float = 1e-5
-    """In fp32: the largest difference of a token's logprobs, distance of a ratio from 1 and margin of a tie."""
+    """In fp32: of `1 + |logprob|` for every token, of a ratio's distance from 1, and of the margin of a near tie."""
 
     @property
     def is_exact(self) -> bool:
