@@ -29,7 +29,7 @@ WORKER = Path(__file__).with_name("learner_worker.py")
 LAYOUTS: dict[int, dict[str, int]] = {1: {}, 2: {"tensor": 2}, 4: {"tensor": 2, "pipeline": 2}}
 """Processes -> sizes; where there are experts, the tensor ranks also share them out."""
 TOLERANCE = 1e-5
-"""Absolute for logprobs and weights; of `1 + |value|` for metrics; for gradients of a tensor's largest entry and
+"""Absolute for logits, logprobs and weights; of `1 + |value|` for metrics; for gradients of a tensor's largest entry and
 a tenth of that of the largest of all."""
 
 
@@ -74,7 +74,7 @@ def without_transformers(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def theirs(request, outcomes) -> tuple[str, dict[str, np.ndarray], dict[str, Tensor]]:
-    """(kind, logprobs and routes of every sample, gradients) of transformers' model on the same tokens."""
+    """(kind, logits, logprobs and routes of every sample, gradients) of transformers' model on the same tokens."""
     kind = str(request.param)
     model, found = tiny_models.make_model(kind), read(outcomes, 1, kind)[1]
     said: dict[str, np.ndarray] = {}
@@ -84,8 +84,11 @@ def theirs(request, outcomes) -> tuple[str, dict[str, np.ndarray], dict[str, Ten
             torch.from_numpy(found[f"of/{sample}/{part}"]) for part in ("token_ids", "mask", "weights")
         )
         bounds = torch.tensor([0, len(tokens)])
-        logprobs, routes = tiny_models.forward_of(model, SimpleNamespace(token_ids=tokens, cu_seqlens=bounds))
+        alone = SimpleNamespace(token_ids=tokens, cu_seqlens=bounds)
+        logits, routes = tiny_models.logits_of(model, alone)
+        logprobs = tiny_models.logprobs_of(logits, alone)
         loss = loss - (weights * torch.where(mask, logprobs, 0)).sum()
+        said[f"of/{sample}/logits"] = logits.detach().numpy()
         said[f"of/{sample}/logprobs"] = logprobs.detach().numpy()
         live = torch.nonzero(mask)[:, 0]
         said[f"of/{sample}/routes"] = routes[live[live > 0] - 1].sort(-1).values.numpy()
@@ -95,13 +98,21 @@ def theirs(request, outcomes) -> tuple[str, dict[str, np.ndarray], dict[str, Ten
 
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
-def test_logprobs_routes_and_gradients_are_those_of_transformers(outcomes, world_size, theirs):
-    """Through real ranks, by the routers' own choice and over the whole vocabulary."""
+def test_logits_routes_and_gradients_are_those_of_transformers(outcomes, world_size, theirs):
+    """Through real ranks, by the routers' own choice; of every position every logit, which logprobs of the given tokens
+    do not tell: two rows of the head that change places leave those as they are.
+    """
     kind, said, grads = theirs
     ours = read(outcomes, world_size, kind)[1]
+    with np.load(outcomes / f"{world_size}.{name_of(kind)}.logits.npz") as arrays:
+        logits = dict(arrays)
     samples = {name.split("/")[1] for name in ours if name.startswith("of/")}
     assert samples == {name.split("/")[1] for name in said}
+    assert samples == logits.keys()
     for sample in samples:
+        wanted = said[f"of/{sample}/logits"]
+        assert logits[sample].shape == wanted.shape == (len(ours[f"of/{sample}/token_ids"]), 54)
+        assert np.abs(logits[sample] - wanted).max() < TOLERANCE, sample
         assert np.abs(ours[f"of/{sample}/logprobs"] - said[f"of/{sample}/logprobs"]).max() < TOLERANCE, sample
         if KINDS[kind].layers:
             assert np.array_equal(ours[f"of/{sample}/routes"], said[f"of/{sample}/routes"]), sample
