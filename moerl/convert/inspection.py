@@ -72,7 +72,8 @@ def inspect_model(
         "files": {path.name: path.stat().st_size for path in place.files()},
         "checksums": checked,
         "damage": damage,
-        "left_out": left_out(place, source, carried),
+        "left_out": left_out(place, source, carried, allowed),
+        "repeated": place.repeated(allowed),
         "carried": _carried(place, carried),
         "tensors": tensors,
     }

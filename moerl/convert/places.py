@@ -16,6 +16,7 @@ from moerl.manifest import HF_MANIFEST, MANIFEST, read_manifest
 from moerl.models.carried import Carried, open_carried
 from moerl.models.family import HFConfig, ModelFamily, family_of
 from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, WeightSource, checked_source, read_config
+from moerl.models.repeated import repeated_in
 from moerl.models.sharded import open_weights
 from moerl.shards import has_shards
 
@@ -65,9 +66,19 @@ class Place:
         """
         return open_carried(self.carried_folder, self.family, self.hf, allowed)
 
+    def repeated(self, allowed: Iterable[str] = ()) -> dict[str, str]:
+        """Name of a tensor that a Hugging Face folder of this model has as a copy -> name of its original.
+
+        `allowed`: regular expressions of names that are left out.
+
+        Raises:
+            CheckpointError: a damaged file or manifest.
+        """
+        return repeated_in(self.carried_folder, self.family, self.hf, allowed)
+
     @property
     def carried_folder(self) -> Path:
-        """Where `carried` looks."""
+        """Where `carried` and `repeated` look."""
         return self.settings if self.form == "run" else self.weights
 
     @property

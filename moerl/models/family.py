@@ -90,8 +90,8 @@ class ModelFamily(Protocol):
         """Tensor name of the rules -> its place in the fused tensors that transformers 5 has in memory."""
         ...
 
-    def ignored_names(self, hf: HFConfig) -> tuple[str, ...]:
-        """Regular expressions (full match) of tensors that a checkpoint may hold and that nothing reads."""
+    def repeated_names(self, hf: HFConfig) -> Mapping[str, str]:
+        """Name of a tensor that a checkpoint may hold as a copy -> name of the rules' tensor that it must equal."""
         ...
 
     def carried_names(self, hf: HFConfig) -> Mapping[str, tuple[str, ...]]:

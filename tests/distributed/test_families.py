@@ -29,7 +29,7 @@ WORKER = Path(__file__).with_name("learner_worker.py")
 LAYOUTS: dict[int, dict[str, int]] = {1: {}, 2: {"tensor": 2}, 4: {"tensor": 2, "pipeline": 2}}
 """Processes -> sizes; where there are experts, the tensor ranks also share them out."""
 TOLERANCE = 1e-5
-"""Absolute for logits, logprobs and weights; of `1 + |value|` for metrics; for gradients of a tensor's largest entry and
+"""Absolute for logits, logprobs, weights; of `1 + |value|` for metrics; for gradients of a tensor's largest entry and
 a tenth of that of the largest of all."""
 
 
