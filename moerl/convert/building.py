@@ -181,7 +181,7 @@ class Building:
         if self._world.rank:
             yield
             return
-        if self.out.exists() and not self._overwrite:
+        if os.path.lexists(self.out) and not self._overwrite:
             raise ConfigError(f"{self.out} exists and is left as it is; choose another target, or give --overwrite")
         self._root.mkdir(parents=True, exist_ok=True)
         handle = os.open(self._root / "lock", os.O_CREAT | os.O_RDWR, 0o644)

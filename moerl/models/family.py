@@ -114,7 +114,7 @@ families: Registry[Callable[[], ModelFamily]] = Registry("model family", "moerl.
 - `verified`: how the mapping was held to transformers' own model.
 """
 
-EXACT = "logprobs, routes and gradients of 1, 2 and 4 processes against transformers, to 1e-5"
+EXACT = "logits, routes and gradients of 1, 2 and 4 processes against transformers, to 1e-5"
 """Of `verified`, in float32: `tests/distributed/test_families.py`, and `tests/unit/mcore/test_mcore_families.py`."""
 MAPPING_ONLY = "mapping only"
 """Of `verified`: names, shapes and values come back bit for bit, but no forward was compared."""

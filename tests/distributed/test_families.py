@@ -28,6 +28,8 @@ from moerl.replay import compare_gradients
 WORKER = Path(__file__).with_name("learner_worker.py")
 LAYOUTS: dict[int, dict[str, int]] = {1: {}, 2: {"tensor": 2}, 4: {"tensor": 2, "pipeline": 2}}
 """Processes -> sizes; where there are experts, the tensor ranks also share them out."""
+STAGES, TIED = "4_stages", "llama"
+"""A layout of four pipeline stages, and the kind in it: its head and its embedding are one tensor on two of them."""
 TOLERANCE = 1e-5
 """Absolute for logits, logprobs, weights; of `1 + |value|` for metrics; for gradients of a tensor's largest entry and
 a tenth of that of the largest of all."""
@@ -57,14 +59,22 @@ def outcomes(tmp_path_factory) -> Path:
             cases = [told(kind, models[kind]) for kind in KINDS if bool(KINDS[kind].layers) is has_experts]
             experts = {"expert": sizes.get("tensor", 1)} if has_experts else {}
             layouts.append({"name": str(world_size), "sizes": sizes | experts, "cases": cases})
+        if world_size == 4:
+            layouts.append({"name": STAGES, "sizes": {"pipeline": 4}, "cases": [told(TIED, models[TIED])]})
         run_worker(WORKER, {"layouts": layouts}, folder, world_size, limit_seconds=300)
     return folder
 
 
-def read(folder: Path, world_size: int, kind: str) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
-    at = f"{world_size}.{name_of(kind)}"
+def read(folder: Path, layout: int | str, kind: str) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    at = f"{layout}.{name_of(kind)}"
     with np.load(folder / f"{at}.npz") as arrays:
         return json.loads((folder / f"{at}.json").read_text())["metrics"], dict(arrays)
+
+
+def read_logits(folder: Path, layout: int | str, kind: str) -> dict[str, np.ndarray]:
+    """Sample -> [s, v], of the last stage."""
+    with np.load(folder / f"{layout}.{name_of(kind)}.logits.npz") as arrays:
+        return dict(arrays)
 
 
 def without_transformers(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -104,8 +114,7 @@ def test_logits_routes_and_gradients_are_those_of_transformers(outcomes, world_s
     """
     kind, said, grads = theirs
     ours = read(outcomes, world_size, kind)[1]
-    with np.load(outcomes / f"{world_size}.{name_of(kind)}.logits.npz") as arrays:
-        logits = dict(arrays)
+    logits = read_logits(outcomes, world_size, kind)
     samples = {name.split("/")[1] for name in ours if name.startswith("of/")}
     assert samples == {name.split("/")[1] for name in said}
     assert samples == logits.keys()
@@ -135,7 +144,17 @@ def test_logits_routes_and_gradients_are_those_of_transformers(outcomes, world_s
 def test_gradients_weights_and_metrics_are_those_of_one_process(outcomes, world_size, kind):
     metrics, alone = read(outcomes, 1, kind)
     others, together = read(outcomes, world_size, kind)
-    alone, together = (without_transformers(found) for found in (alone, together))
+    hold_together(*(without_transformers(found) for found in (alone, together)))
+    for step, (a, b) in enumerate(zip(metrics, others, strict=True)):
+        assert a.keys() == b.keys()
+        assert {"loss", "optim/grad_norm"} <= a.keys()
+        assert ("route_update/dev_p90" in a) is (KINDS[kind].layers > 0)
+        for name in {"loss", "optim/grad_norm", "route/replay_coverage", "route_update/dev_p90"} & a.keys():
+            assert abs(a[name] - b[name]) <= TOLERANCE * (1 + abs(a[name])), (step, name)
+
+
+def hold_together(alone: dict[str, np.ndarray], together: dict[str, np.ndarray]) -> None:
+    """Gradients and weights."""
     assert alone.keys() == together.keys()
     grads = [key for key in alone if key.startswith("grad/")]
     assert len(grads) > 30
@@ -143,12 +162,16 @@ def test_gradients_weights_and_metrics_are_those_of_one_process(outcomes, world_
     for key, value in alone.items():
         allowed = TOLERANCE * (np.abs(value).max() + 0.1 * largest) if key.startswith("grad/") else TOLERANCE
         assert np.abs(together[key] - value).max() <= allowed, key
-    for step, (a, b) in enumerate(zip(metrics, others, strict=True)):
-        assert a.keys() == b.keys()
-        assert {"loss", "optim/grad_norm"} <= a.keys()
-        assert ("route_update/dev_p90" in a) is (KINDS[kind].layers > 0)
-        for name in {"loss", "optim/grad_norm", "route/replay_coverage", "route_update/dev_p90"} & a.keys():
-            assert abs(a[name] - b[name]) <= TOLERANCE * (1 + abs(a[name])), (step, name)
+
+
+def test_a_tied_model_between_stages_that_have_neither_end(outcomes):
+    """Megatron-Bridge 954, Megatron-LM 5737: stages in the middle asked for the embedding, or each took itself for the
+    first.
+    """
+    hold_together(*(without_transformers(read(outcomes, layout, TIED)[1]) for layout in (1, STAGES)))
+    alone, together = (read_logits(outcomes, layout, TIED) for layout in (1, STAGES))
+    assert alone.keys() == together.keys()
+    assert all(np.abs(together[sample] - rows).max() < TOLERANCE for sample, rows in alone.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
