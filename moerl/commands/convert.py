@@ -156,7 +156,7 @@ def _find(path: Path, args: argparse.Namespace) -> Place:
 
     place = find(path, settings=args.settings)
     if not args.skip_checksums and args.action != "inspect" and not launched_world().rank:
-        refuse_damage(place, args.threads)
+        refuse_damage(place, args.threads, is_held_later=args.action != "verify")
     return place
 
 
@@ -171,6 +171,7 @@ def _options(args: argparse.Namespace) -> Options:
         max_file_bytes=args.max_shard_size,
         threads=args.threads,
         overwrite=args.overwrite,
+        holds_sums=not args.skip_checksums,
     )
 
 

@@ -135,7 +135,8 @@ def write_folder(
         write_manifest(folder, content, name=HF_MANIFEST)
 
     identity = {"from": place.identity(), "to": "huggingface", "dtype": export.words}
-    building = Building(out, files, identity, world=world, overwrite=options.overwrite)
+    held = place.summed_files() if options.holds_sums else {}
+    building = Building(out, files, identity, world=world, overwrite=options.overwrite, held=held)
     built = building.build(lambda i: export.make(files[i].tensors), finish, threads=options.threads, show=show)
     if built is None or not place.is_trained:
         return built

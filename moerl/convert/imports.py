@@ -46,6 +46,8 @@ class Options:
     max_file_bytes: int = MAX_FILE_BYTES
     threads: int = 1
     overwrite: bool = False
+    holds_sums: bool = False
+    """Hold files of tensors against the source's manifest as they are read; all else is for `refuse_damage`, before."""
 
 
 def import_checkpoint(
@@ -99,7 +101,8 @@ def import_checkpoint(
         write_manifest(folder, manifest_of(place, folder, built, options, spare, carried))
 
     identity = {"from": place.identity(), "to": "megatron", "dtype": str(options.dtype)}
-    building = Building(out, [*files, *extra], identity, world=world, overwrite=options.overwrite)
+    held = place.summed_files() if options.holds_sums else {}
+    building = Building(out, [*files, *extra], identity, world=world, overwrite=options.overwrite, held=held)
     return building.build(make, finish, threads=options.threads, show=show)
 
 

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from moerl.analysis.run_folder import CONFIG_FILE
 from moerl.config.load import read_values
 from moerl.errors import CheckpointError, ConfigError
-from moerl.manifest import HF_MANIFEST, MANIFEST, read_manifest
+from moerl.manifest import HF_MANIFEST, MANIFEST, PARTS_SUM, read_manifest
 from moerl.models.carried import Carried, open_carried
 from moerl.models.family import HFConfig, ModelFamily, family_of
 from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, WeightSource, checked_source, read_config
@@ -95,6 +95,17 @@ class Place:
             indexed = (self.weights / INDEX_FILE).is_file() or not single.is_file()
             return sorted(self.weights.glob("*.safetensors")) if indexed else [single]
         return sorted([*self.weights.glob("rank_*"), *self.weights.glob("carried*")])
+
+    def summed_files(self) -> dict[Path, dict[str, Any]]:
+        """Files of tensors whose sums a reader has by and by -> their entries in the manifest; of a run none.
+
+        Raises:
+            CheckpointError: a damaged manifest.
+        """
+        if self.form == "run" or self.manifest is None:
+            return {}
+        files = read_manifest(self.manifest, 0)["files"]
+        return {self.weights / name: entry for name, entry in files.items() if PARTS_SUM in entry}
 
     def identity(self) -> dict[str, object]:
         """What tells this content from another, as far as names, sizes and times do."""
