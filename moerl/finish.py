@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from rich.console import RenderableType
+from torch import Tensor
 
 from moerl.analysis.report import write_report
 from moerl.analysis.run_folder import METRICS_FILE, read_metrics
@@ -23,6 +25,7 @@ from moerl.models.carried import (
 from moerl.models.family import family_of
 from moerl.models.hf_export import write_hf_folder
 from moerl.models.hf_folder import read_config
+from moerl.models.repeated import RECORD, repeated_in
 from moerl.protocols import Policy
 from moerl.telemetry.summary import build_summary, package_versions, summary_table, write_summary
 
@@ -52,8 +55,9 @@ def export_weights(cfg: RunConfig, out: Path, policy: Policy, *, is_leader: bool
     hf = read_config(cfg.model.path)
     family = family_of(hf, cfg.model.family)
     rules = family.weight_rules(hf)
-    carried, warning = NOTHING_CARRIED, None
+    carried, copies, warning = NOTHING_CARRIED, {}, None
     if cfg.model.init == "weights":
+        copies = repeated_in(Path(cfg.model.path), family, hf)
         carried = open_carried(Path(cfg.model.path), family, hf)
         warning = carried.age_warning() or missing_warning(carried, family, hf)
     if warning is not None:
@@ -62,12 +66,21 @@ def export_weights(cfg: RunConfig, out: Path, policy: Policy, *, is_leader: bool
     extra = ((name, plain.get(name)) for name in sorted(plain.names()))
     write_hf_folder(
         out,
-        itertools.chain(policy.export(), extra),
+        itertools.chain(_with_copies(policy.export(), copies), extra),
         cfg.model.path,
         dtype=EXPORT_DTYPES[cfg.checkpoint.export_dtype],
         kept_names=kept_names(rules, carried),
-        record={"converted_from": str(cfg.model.path), **carried_record(carried, is_older=True)},
+        record={"converted_from": str(cfg.model.path), RECORD: copies, **carried_record(carried, is_older=True)},
     )
+
+
+def _with_copies(stream: Iterable[tuple[str, Tensor]], copies: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor that `model.path` holds under a second name too comes under both (`copies`: that name -> its own)."""
+    for name, tensor in stream:
+        yield name, tensor
+        for copy, original in copies.items():
+            if original == name:
+                yield copy, tensor
 
 
 @functools.cache

@@ -1,4 +1,7 @@
-"""The manifest of a checkpoint: every file with its size and SHA-256, and what it is a checkpoint of."""
+"""The manifest of a checkpoint: every file with its size and SHA-256, and what it is a checkpoint of.
+
+Files of tensors that were written as a stream have a sum of their parts in place of a SHA-256 of the whole.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ from moerl.errors import CheckpointError
 FORMAT = 2
 """1 had the learner's state bound to its layout."""
 MANIFEST = "manifest.json"
+PARTS_SUM = "sha256_of_parts"
+"""In the entry of a file of tensors: `moerl.tensor_file.sum_of_parts` of its header and its tensors."""
+DAMAGED = "does not match its SHA-256 in the manifest: it is damaged"
 HF_MANIFEST = "moerl_manifest.json"
 """In a Hugging Face folder, where `manifest.json` may mean something else."""
 
@@ -69,6 +75,33 @@ def check_file(path: Path, entry: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: missing, or another size or checksum.
     """
+    check_size(path, entry)
+    if "sha256" in entry:
+        if _sha256(path) != entry["sha256"]:
+            raise CheckpointError(f"{path} {DAMAGED}")
+        return
+    from moerl.tensor_file import TensorFile  # needs torch
+
+    with TensorFile(path) as file:
+        check_sum(file.path, entry, file.sum())
+
+
+def check_sum(path: Path, entry: Mapping[str, Any], found: str) -> None:
+    """Hold the sum of a file's parts against its entry.
+
+    Raises:
+        CheckpointError: another one.
+    """
+    if found != entry[PARTS_SUM]:
+        raise CheckpointError(f"{path} {DAMAGED}")
+
+
+def check_size(path: Path, entry: Mapping[str, Any]) -> None:
+    """Hold the size of a file against its entry.
+
+    Raises:
+        CheckpointError: missing, or another size.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing from its checkpoint")
     size = path.stat().st_size
@@ -76,8 +109,6 @@ def check_file(path: Path, entry: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path} has {size} bytes, its manifest says {entry['bytes']}: it is truncated or was changed"
         )
-    if _sha256(path) != entry["sha256"]:
-        raise CheckpointError(f"{path} does not match its SHA-256 in the manifest: it is damaged")
 
 
 def _sha256(path: Path) -> str:

@@ -2,6 +2,9 @@
 
 The library maps files into memory, whose pages then count as the process's own; and it writes a file only from tensors
 that are all there. Both directions are plain reads and writes here, and a damaged header is refused.
+
+A file is summed in parts, its header and each tensor, so that whoever reads its tensors one by one, in any order and in
+several threads, has its sum without reading it twice; and a tensor that goes from file to file as it is is summed once.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +25,7 @@ import torch
 from torch import Tensor
 
 from moerl.errors import CheckpointError
+from moerl.manifest import PARTS_SUM
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -40,6 +46,9 @@ DTYPES = {
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000
 _ALIGNMENT = 8
+_SUM_BYTES = 1 << 23
+"""Read at a time where a tensor is only summed."""
+_reading = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,43 @@ class Described:
     def num_bytes(self) -> int:
         """Of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def sum_of_parts(sums: Iterable[str]) -> str:
+    """SHA-256 of the SHA-256 (hex) of a file's parts, one after another: its header, then its tensors as they lie."""
+    return hashlib.sha256("".join(sums).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """The tensor that a thread read last; it is kept, so that its memory is nobody else's while its sum is known."""
+
+    tensor: Tensor
+    version: int
+    """Of its values: torch counts up whenever they are changed in place."""
+    digest: str
+
+
+@contextmanager
+def summed_reads() -> Iterator[dict[str, dict[str, str]]]:
+    """Path -> tensor -> SHA-256, of everything that this thread reads whole from a `TensorFile` meanwhile.
+
+    Raises:
+        CheckpointError: inside, where one tensor is read twice and was not the same.
+    """
+    _reading.sums, _reading.last = {}, None
+    try:
+        yield _reading.sums
+    finally:
+        _reading.sums = _reading.last = None
+
+
+def _sum_of(tensor: Tensor) -> str | None:
+    """What is known of a contiguous tensor that is the one that this thread read last, whole and unchanged."""
+    last: _Read | None = vars(_reading).get("last")
+    if last is None or last.tensor.data_ptr() != tensor.data_ptr() or last.tensor.nbytes != tensor.nbytes:
+        return None
+    return last.digest if tensor._version == last.version else None
 
 
 class TensorFile:
@@ -96,7 +142,35 @@ class TensorFile:
             CheckpointError: the file cannot be read.
         """
         described, start = self._tensors[name]
-        return self._read(start, described.shape, described.dtype)
+        tensor = self._read(start, described.shape, described.dtype)
+        sums: dict[str, dict[str, str]] | None = vars(_reading).get("sums")
+        if sums is not None:
+            self._note(name, tensor, sums.setdefault(str(self.path), {}))
+        return tensor
+
+    def _note(self, name: str, tensor: Tensor, sums: dict[str, str]) -> None:
+        digest = hashlib.sha256(_bytes_of(tensor)).hexdigest()
+        if sums.setdefault(name, digest) != digest:
+            raise self._damaged(f"{name} was another one when it was read before")
+        _reading.last = _Read(tensor, tensor._version, digest)
+
+    def sum(self, known: Mapping[str, str] | None = None) -> str:
+        """The file's `sum_of_parts`; `known`: tensor -> SHA-256 of those that need not be read.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        known = {} if known is None else known
+        parts = (known.get(name) or self._sum(*place) for name, place in self._tensors.items())
+        return sum_of_parts((self._header_sum, *parts))
+
+    def _sum(self, described: Described, start: int) -> str:
+        digest, buffer = hashlib.sha256(), bytearray(min(_SUM_BYTES, described.num_bytes))
+        for at in range(0, described.num_bytes, _SUM_BYTES):
+            view = memoryview(buffer)[: min(_SUM_BYTES, described.num_bytes - at)]
+            self._fill(view, start + at)
+            digest.update(view)
+        return digest.hexdigest()
 
     def read_box(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
         """Part of a tensor. Up to the first axis of which more than one index is wanted, nothing around it is read.
@@ -106,7 +180,7 @@ class TensorFile:
         """
         described, start = self._tensors[name]
         shape = described.shape
-        if not shape:
+        if tuple(size) == shape:
             return self.read(name)
         axis = next((i for i, extent in enumerate(size) if extent != 1), len(shape) - 1)
         first = sum(offset[i] * math.prod(shape[i + 1 :]) for i in range(axis + 1))
@@ -138,8 +212,7 @@ class TensorFile:
 
     def _read(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype)
-        view = tensor.reshape(-1).view(torch.uint8).numpy().data.cast("B") if tensor.numel() else memoryview(b"")
-        self._fill(view, start)
+        self._fill(_bytes_of(tensor), start)
         return tensor
 
     def _fill(self, view: memoryview, start: int) -> None:
@@ -164,6 +237,7 @@ class TensorFile:
             raise self._damaged(f"its header would have {num_bytes} bytes, the file has {size}")
         text = bytearray(num_bytes)
         self._fill(memoryview(text), 8)
+        self._header_sum = hashlib.sha256(length + text).hexdigest()
         try:
             header = json.loads(text)
             self._tensors = self._parse(header, 8 + num_bytes)
@@ -194,6 +268,11 @@ class TensorFile:
         return {entry[0].name: entry for entry in sorted(found, key=lambda entry: (entry[1], entry[0].num_bytes))}
 
 
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data.cast("B") if tensor.numel() else memoryview(b"")
+
+
 class TensorFileWriter:
     """A file whose tensors are known by name before the first of them is there; `with` it, and `add` them in order."""
 
@@ -206,7 +285,7 @@ class TensorFileWriter:
         self._expected = list(tensors)
         self._is_lasting = is_lasting
         self._count = 0
-        self._digest = hashlib.sha256()
+        self._sums: list[str] = []
 
     def __enter__(self) -> Self:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -218,7 +297,9 @@ class TensorFileWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         self._file = self._path.open("wb", buffering=0)
-        self._write(memoryview(len(text).to_bytes(8, "little") + text))
+        head = len(text).to_bytes(8, "little") + text
+        self._sums = [hashlib.sha256(head).hexdigest()]
+        self._write(memoryview(head))
         return self
 
     def __exit__(
@@ -249,16 +330,17 @@ class TensorFileWriter:
                 f"{list(expected.shape)}"
             )
         self._count += 1
-        if tensor.numel():
-            self._write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data.cast("B"))
+        tensor = tensor.contiguous()
+        data = _bytes_of(tensor)
+        if self._is_lasting:
+            self._sums.append(_sum_of(tensor) or hashlib.sha256(data).hexdigest())
+        self._write(data)
 
     def sum(self) -> dict[str, Any]:
-        """Size and SHA-256 of what was written, if it is lasting."""
-        return {"bytes": self._path.stat().st_size, "sha256": self._digest.hexdigest()}
+        """Size and `PARTS_SUM` of what was written, if it is lasting: a manifest's entry."""
+        return {"bytes": self._path.stat().st_size, PARTS_SUM: sum_of_parts(self._sums)}
 
     def _write(self, data: memoryview) -> None:
-        if self._is_lasting:
-            self._digest.update(data)
         done = 0
         while done < len(data):
             done += self._file.write(data[done:]) or 0

@@ -74,7 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     same.add_argument("--tokens", type=int, default=64, help="random tokens of the forward (default %(default)s)")
     same.add_argument("--seed", type=int, default=0, help="of the tokens (default %(default)s)")
     same.add_argument(
-        "--tolerance", type=float, default=1e-5, help="of logprobs, per 1 + |logprob| (default %(default)s)"
+        "--tolerance",
+        type=float,
+        default=1e-5,
+        help="of logits, per 1 + the largest of all after the same token (default %(default)s)",
     )
     same.add_argument("--rows", type=int, default=20, help="differences to print (default %(default)s)")
     _add_reading(same)
@@ -153,7 +156,7 @@ def _find(path: Path, args: argparse.Namespace) -> Place:
 
     place = find(path, settings=args.settings)
     if not args.skip_checksums and args.action != "inspect" and not launched_world().rank:
-        refuse_damage(place, args.threads)
+        refuse_damage(place, args.threads, is_held_later=args.action != "verify")
     return place
 
 
@@ -168,6 +171,7 @@ def _options(args: argparse.Namespace) -> Options:
         max_file_bytes=args.max_shard_size,
         threads=args.threads,
         overwrite=args.overwrite,
+        holds_sums=not args.skip_checksums,
     )
 
 
@@ -232,15 +236,16 @@ def _verify(args: argparse.Namespace) -> int:
     if not args.no_forward:
         forward = compare_forwards(first, second, num_tokens=args.tokens, seed=args.seed)
     is_equal = not verdict.differences
-    agrees = forward is None or (forward.logprob_gap <= args.tolerance and not forward.routes_differing)
+    said = [] if forward is None else forward.differences(args.tolerance)
+    agrees = not said
     if args.as_json:
         import dataclasses
 
         found = {**dataclasses.asdict(verdict), "forward": None if forward is None else dataclasses.asdict(forward)}
         print_line(json.dumps({**found, "equal": is_equal, "forward_agrees": agrees}))
         return 0 if is_equal and agrees else 1
-    if verdict.differences:
-        _console().print(comparison_table(verdict, args.rows))
+    if verdict.differences or said:
+        _console().print(comparison_table(verdict, args.rows, said))
     outcome = "equal, bit for bit" if is_equal else _differ(len(verdict.differences))
     carried = f" ({verdict.num_carried} of them carried, not trained)" if verdict.num_carried else ""
     print_line(f"{verdict.num_tensors} tensors{carried}, {verdict.num_bytes / 1e9:.3f} GB: {outcome}")
@@ -248,9 +253,10 @@ def _verify(args: argparse.Namespace) -> int:
         print_line(f"{path}: {len(names)} tensors are not part of the model, such as {names[0]}")
     if forward is not None:
         print_line(
-            f"forward of {args.tokens} random tokens ({forward.by[0]} and {forward.by[1]}): logprobs differ by up to "
-            f"{forward.logprob_gap:.1e} of 1 + |logprob| over {forward.num_logprobs}, allowed {args.tolerance:g}; "
-            f"{forward.routes_differing} of {forward.num_routes} routes differ"
+            f"forward of {args.tokens} random tokens ({forward.by[0]} and {forward.by[1]}): of {forward.num_logits} "
+            f"logits the furthest apart are those of token {forward.gap.token} after position {forward.gap.position}: "
+            f"{forward.told()}, allowed {args.tolerance:g}; {forward.routes_differing} of {forward.num_routes} routes "
+            "differ"
         )
     return 0 if is_equal and agrees else 1
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from moerl.errors import CheckpointError, ConfigError
-from moerl.manifest import sync
+from moerl.manifest import DAMAGED, PARTS_SUM, check_sum, sync
 from moerl.models.hf_export import put_in_place
-from moerl.tensor_file import Described, TensorFileWriter
+from moerl.tensor_file import Described, TensorFile, TensorFileWriter, summed_reads
 from moerl.world import World
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 PLAN = "plan.json"
 SPARE_BYTES = 64 * 2**20
 """Left free on the disk beyond what is written."""
+DESPITE = "use another copy, or --skip-checksums to read it all the same"
+"""What to do about a damaged source."""
 PATIENCE_SECONDS = 1800.0
 """How long the first process waits without any file of another one becoming whole."""
 
@@ -118,12 +120,17 @@ class Building:
         *,
         world: World = World(),  # noqa: B008  frozen
         overwrite: bool = False,
+        held: Mapping[Path, Mapping[str, Any]] | None = None,
     ) -> None:
-        """`identity` (JSON) says what is built from what; another one does not go on from what lies there."""
+        """`identity` (JSON) says what is built from what; another one does not go on from what lies there.
+
+        `held`: files of tensors that are read -> their entries in a manifest, which they are held against on the way.
+        """
         self.out = Path(os.path.normpath(out.absolute()))
         self._files = list(files)
         plan = hashlib.sha256(repr([(file.name, file.tensors) for file in files]).encode()).hexdigest()
-        self._plan = json.dumps({**identity, "plan": plan}, sort_keys=True)
+        self._plan = json.dumps({**identity, "plan": plan, "is_held": bool(held)}, sort_keys=True)
+        self._held = {} if held is None else dict(held)
         self._world = world
         self._overwrite = overwrite
         self._root = self.out.with_name(f".{self.out.name}.converting")
@@ -151,7 +158,7 @@ class Building:
 
         Raises:
             ConfigError: the target exists, or another conversion is at work on it.
-            CheckpointError: the disk is full or refuses.
+            CheckpointError: the disk is full or refuses, or a file that was read is not what its manifest says.
         """
         started = time.monotonic()
         try:
@@ -161,7 +168,7 @@ class Building:
                 self._make_own(make, threads, show)
                 if self._world.rank:
                     return None
-                built = self._gathered(resumed, started)
+                built = self._gathered(resumed, started, threads)
                 finish(self._folder, built)
                 for path in self._folder.iterdir():
                     sync(path)
@@ -181,7 +188,7 @@ class Building:
         if self._world.rank:
             yield
             return
-        if self.out.exists() and not self._overwrite:
+        if os.path.lexists(self.out) and not self._overwrite:
             raise ConfigError(f"{self.out} exists and is left as it is; choose another target, or give --overwrite")
         self._root.mkdir(parents=True, exist_ok=True)
         handle = os.open(self._root / "lock", os.O_CREAT | os.O_RDWR, 0o644)
@@ -246,7 +253,7 @@ class Building:
     def _make(self, number: int, make: Callable[[int], Iterator[Tensor]], show: Show | None) -> None:
         file, not_finite = self._files[number], {}
         writer = TensorFileWriter(self._folder / file.name, file.tensors)
-        with writer:
+        with writer, summed_reads() if self._held else nullcontext({}) as read:
             for described, tensor in zip(file.tensors, make(number), strict=True):
                 if self._is_stopped.is_set():
                     raise CheckpointError(f"{self.out}: stopped, since another file could not be made")
@@ -258,7 +265,7 @@ class Building:
                     show.advance(described.num_bytes)
         note = self._root / "notes" / f"{number}.json"
         fresh = note.with_suffix(".new")
-        fresh.write_text(json.dumps({**writer.sum(), "not_finite": not_finite}))
+        fresh.write_text(json.dumps({**writer.sum(), "not_finite": not_finite, "read": read}))
         fresh.rename(note)
 
     def _note(self, number: int) -> dict[str, Any] | None:
@@ -270,8 +277,8 @@ class Building:
             return None
         return note if is_whole else None
 
-    def _gathered(self, resumed: int, started: float) -> Built:
-        """Wait for the other processes' files."""
+    def _gathered(self, resumed: int, started: float, threads: int) -> Built:
+        """Wait for the other processes' files, and hold what was read for all of them against its sums."""
         notes: dict[int, dict[str, Any]] = {}
 
         def missing() -> int:
@@ -283,10 +290,32 @@ class Building:
 
         while left := missing():
             _wait_for(lambda before=left: missing() < before, f"other processes to write files of {self.out}")
-        sums = {self._files[i].name: {key: notes[i][key] for key in ("bytes", "sha256")} for i in sorted(notes)}
+        self._hold([notes[i]["read"] for i in sorted(notes)], threads)
+        sums = {self._files[i].name: {key: notes[i][key] for key in ("bytes", PARTS_SUM)} for i in sorted(notes)}
         broken = {name: count for i in sorted(notes) for name, count in notes[i]["not_finite"].items()}
         total = sum(file.num_bytes for file in self._files)
         return Built(sums, broken, total, resumed, time.monotonic() - started)
+
+    def _hold(self, reads: Sequence[Mapping[str, Mapping[str, str]]], threads: int) -> None:
+        """What no file was made of, or only parts were, is read now."""
+
+        def judge(path: Path) -> str | None:
+            known: dict[str, str] = {}
+            for sums in (read.get(str(path), {}) for read in reads):
+                if any(known.setdefault(name, digest) != digest for name, digest in sums.items()):
+                    return f"{path} {DAMAGED}"
+            try:
+                with TensorFile(path) as file:
+                    check_sum(path, self._held[path], file.sum(known))
+            except CheckpointError as error:
+                return str(error)
+            return None
+
+        with ThreadPoolExecutor(max_workers=threads) as pool:
+            damage = [told for told in pool.map(judge, self._held) if told is not None]
+        if damage:
+            shutil.rmtree(self._root, ignore_errors=True)  # it was made of what is not to be trusted
+            raise CheckpointError(f"{damage[0]}; {DESPITE}")
 
 
 def _wait_for(is_true: Callable[[], bool], what: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +17,8 @@ from moerl.convert.transformers_model import transformers_model
 from moerl.errors import ConfigError
 from moerl.models.hf_folder import WeightSource
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-MAX_PROBES = 4096
-"""Tokens of the vocabulary whose logprobs are compared after each position."""
+MAX_LOGITS = 1 << 24
+"""Logits of each model that exist at a time: 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +30,47 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Gap:
+    """Where two models' logits are furthest apart."""
+
+    size: float
+    """Their difference, relative to 1 + the largest |logit| after the same token: what rounding grows with."""
+    position: int
+    """Of the token, from 0, after which they stand."""
+    token: int
+    """Whose logits they are."""
+    logits: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class Forward:
     """What two models said about the same tokens."""
 
-    logprob_gap: float
-    """Largest difference, relative to 1 + |logprob|."""
-    num_logprobs: int
+    gap: Gap
+    num_logits: int
+    """All of the vocabulary, after every token."""
     routes_differing: int
     num_routes: int
+    first_route: tuple[int, int] | None
+    """Token and MoE layer, from 0, of the first that differs."""
     by: tuple[str, str]
     """Which code ran each."""
+
+    def differences(self, tolerance: float) -> list[Difference]:
+        """What is beyond `tolerance` of `gap.size`, and routes that differ."""
+        found = []
+        if not self.gap.size <= tolerance:  # not a number is beyond everything
+            found.append(Difference(f"logit of token {self.gap.token} after position {self.gap.position}", self.told()))
+        if self.first_route is not None:
+            position, layer = self.first_route
+            place = f"the first at position {position} in MoE layer {layer}"
+            found.append(Difference("routes", f"{self.routes_differing} of {self.num_routes} differ, {place}"))
+        return found
+
+    def told(self) -> str:
+        """The largest gap in words."""
+        first, second = self.gap.logits
+        return f"{first:.6g} and {second:.6g}, {self.gap.size:.1e} of 1 + the row's largest"
 
 
 @dataclass(frozen=True)
@@ -76,6 +104,10 @@ def compare_weights(
     ]
     found += [Difference(name, f"only in {first.path}") for name in sorted(rules[0] - rules[1])]
     found += [Difference(name, f"only in {second.path}") for name in sorted(rules[1] - rules[0])]
+    copies = [place.repeated(allowed) for place in (first, second)]
+    for mine, others, place in ((copies[0], copies[1], first), (copies[1], copies[0], second)):
+        names = sorted(mine.keys() - others.keys())
+        found += [Difference(name, f"only in {place.path}, a copy of {mine[name]}") for name in names]
     carried = first.carried(allowed), second.carried(allowed)
     plain = carried[0].plain(), carried[1].plain()
     for names, place in zip(_only(plain), (first, second), strict=True):
@@ -96,7 +128,7 @@ def compare_weights(
     with ThreadPoolExecutor(max_workers=threads) as pool:
         found += [difference for difference in pool.map(judge, pairs) if difference is not None]
     places = zip((first, second), sources, carried, strict=True)
-    spare = {str(place.path): left_out(place, source, some) for place, source, some in places}
+    spare = {str(place.path): left_out(place, source, some, allowed) for place, source, some in places}
     return Verdict(
         found,
         len(pairs),
@@ -141,48 +173,81 @@ def _word(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+@dataclass(frozen=True)
+class Said:
+    """What one model made of tokens."""
+
+    hidden: Tensor
+    """[t, h]: what goes into the head after each token."""
+    head: Callable[[Tensor], Tensor]
+    """[r, h] -> logits [r, v]."""
+    routes: Tensor | None
+    """[t, l, k] int64; None where there is none."""
+
+
 def compare_forwards(first: Place, second: Place, *, num_tokens: int, seed: int) -> Forward:
     """Random tokens through both, in float32; a Hugging Face folder through transformers, shards through Megatron.
 
-    Where both have one form, the second one goes through the other code, so that the mapping itself is held to it.
+    Every logit of the vocabulary after every token is compared, and every route. Where both have one form, the second
+    one goes through the other code, so that the mapping itself is held to it.
 
     Raises:
-        ConfigError: fewer than 2 tokens, or vocabularies that differ.
+        ConfigError: no tokens, or vocabularies that differ.
         CheckpointError: weights that do not fill a model.
     """
     vocab = [int(place.family.transformer_kwargs(place.hf)["vocab_size"]) for place in (first, second)]
     if vocab[0] != vocab[1]:
         raise ConfigError(f"the vocabularies have {vocab[0]} and {vocab[1]} tokens; no text means the same to both")
-    if num_tokens < 2:
-        raise ConfigError(f"--tokens is {num_tokens}; it takes at least 2 for one to be predicted")
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(vocab[0], (num_tokens,), generator=generator)
-    probes = torch.randperm(vocab[0], generator=generator)[:MAX_PROBES]
-    runners: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {"transformers": _by_transformers}
-    runners["megatron"] = _by_megatron
+    if num_tokens < 1:
+        raise ConfigError(f"--tokens is {num_tokens}; it takes at least 1, or --no-forward")
+    tokens = torch.randint(vocab[0], (num_tokens,), generator=torch.Generator().manual_seed(seed))
+    runners: dict[str, Callable[..., Said]] = {"transformers": _by_transformers, "megatron": _by_megatron}
     own = ["transformers" if place.form == "huggingface" else "megatron" for place in (first, second)]
     if own == ["transformers", "transformers"]:
         own[1] = "megatron"
-    outputs = [runners[by](place, tokens, probes) for by, place in zip(own, (first, second), strict=True)]
-    (a, routes_a), (b, routes_b) = outputs
-    gap = float(((a - b).abs() / (1 + a.abs())).max())
-    differing = total = 0
-    if routes_a is not None and routes_b is not None:
-        total = routes_a.numel()
-        differing = int((routes_a.sort(-1).values != routes_b.sort(-1).values).sum())
-    return Forward(gap, a.numel(), differing, total, (own[0], own[1]))
+    a, b = (runners[by](place, tokens) for by, place in zip(own, (first, second), strict=True))
+    at, total = torch.zeros(0, 2), 0
+    if a.routes is not None and b.routes is not None:
+        total = a.routes.numel()
+        others = a.routes.sort(-1).values != b.routes.sort(-1).values
+        at = torch.nonzero(others)[:, :2]
+    where = (int(at[0, 0]), int(at[0, 1])) if len(at) else None
+    return Forward(largest_gap(a, b), num_tokens * vocab[0], len(at), total, where, (own[0], own[1]))
 
 
-def _by_megatron(place: Place, tokens: Tensor, probes: Tensor) -> tuple[Tensor, Tensor | None]:
+@torch.no_grad()
+def largest_gap(a: Said, b: Said, *, max_logits: int = MAX_LOGITS) -> Gap:
+    """Over all positions and tokens of the vocabulary; at most `max_logits` of each exist at a time, or one row.
+
+    A difference that is not a number counts as the largest.
+    """
+    worst = Gap(-1.0, 0, 0, (0.0, 0.0))
+    step = max(1, max_logits // a.head(a.hidden[:1]).shape[-1])
+    for start in range(0, len(a.hidden), step):
+        rows = slice(start, start + step)
+        x, y = a.head(a.hidden[rows]).float(), b.head(b.hidden[rows]).float()
+        gaps = (x - y).abs_() / (1 + x.abs().amax(-1, keepdim=True))
+        row, token = divmod(int(gaps.argmax()), gaps.shape[1])
+        size = float(gaps[row, token])
+        if not size <= worst.size:
+            worst = Gap(size, start + row, token, (float(x[row, token]), float(y[row, token])))
+        if math.isnan(size):
+            break
+    return worst
+
+
+def _by_megatron(place: Place, tokens: Tensor) -> Said:
     from moerl.mcore.forward import forward_once
     from moerl.mcore.model import ModelSource
 
     shards = None if place.form == "huggingface" else place.weights
-    return forward_once(ModelSource(place.settings, place.hf, place.family, shards), tokens, probes)
+    outcome = forward_once(ModelSource(place.settings, place.hf, place.family, shards), tokens)
+    return Said(outcome.hidden, lambda rows: rows @ outcome.head.t(), outcome.routes)
 
 
 @torch.no_grad()
-def _by_transformers(place: Place, tokens: Tensor, probes: Tensor) -> tuple[Tensor, Tensor | None]:
+def _by_transformers(place: Place, tokens: Tensor) -> Said:
+    """What transformers' model does, its head taken apart so that it need not say all at once."""
     model = transformers_model(place, torch.float32)
     routes: list[Tensor] = []
     hooks = [
@@ -190,12 +255,11 @@ def _by_transformers(place: Place, tokens: Tensor, probes: Tensor) -> tuple[Tens
         for module in _routers(model)
     ]
     try:
-        logits = model(tokens[None], use_cache=False).logits[0]
+        hidden = model.base_model(tokens[None], use_cache=False).last_hidden_state[0]
     finally:
         for hook in hooks:
             hook.remove()
-    logprobs = logits[:-1].float().log_softmax(-1).index_select(-1, probes)
-    return logprobs, torch.stack(routes, 1) if routes else None
+    return Said(hidden, model.get_output_embeddings(), torch.stack(routes, 1) if routes else None)
 
 
 def _routers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -69,10 +69,12 @@ def export_checkpoint(
     held = {tensor.name: tensor for tensor in disk_tensors(place.family, place.hf)}
     others = carried_out(carried, rules, options.dtype, quantised)
     quantised |= others.quantised
-    own = plain_tensors(held.values(), source, options.dtype)
+    copies = place.repeated(options.allowed)
+    own = with_copies(plain_tensors(held.values(), source, options.dtype), copies)
     stored, scales = with_scales([*own, *others.tensors], quantised)
 
     def get(name: str) -> Tensor:
+        name = copies.get(name, name)
         return held[name].make(source.get) if name in held else others.get(name)
 
     def make(tensors: Sequence[Described]) -> Iterator[Tensor]:
@@ -100,6 +102,12 @@ def plain_tensors(held: Iterable[DiskTensor], source: WeightSource, dtype: torch
     ]
 
 
+def with_copies(tensors: Sequence[Described], copies: Mapping[str, str]) -> list[Described]:
+    """`tensors`, then those that are the same as one of them (`copies`: name -> name of the original)."""
+    known = {tensor.name: tensor for tensor in tensors}
+    return [*tensors, *(replace(known[original], name=name) for name, original in copies.items())]
+
+
 def write_folder(
     place: Place,
     out: Path,
@@ -123,11 +131,12 @@ def write_folder(
         copy_settings(place.settings, folder, elements_by_dtype(plain), quantisation=export.quantisation)
         for name, content in export.more_files.items():
             (folder / name).write_bytes(content)
-        content = manifest_of(place, folder, built, options, left_out(place, *read), carried)
+        content = manifest_of(place, folder, built, options, left_out(place, *read, options.allowed), carried)
         write_manifest(folder, content, name=HF_MANIFEST)
 
     identity = {"from": place.identity(), "to": "huggingface", "dtype": export.words}
-    building = Building(out, files, identity, world=world, overwrite=options.overwrite)
+    held = place.summed_files() if options.holds_sums else {}
+    building = Building(out, files, identity, world=world, overwrite=options.overwrite, held=held)
     built = building.build(lambda i: export.make(files[i].tensors), finish, threads=options.threads, show=show)
     if built is None or not place.is_trained:
         return built

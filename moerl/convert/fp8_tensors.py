@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moerl.convert.building import Built, Show
 from moerl.convert.carrying import carried_out
-from moerl.convert.exports import Export, plain_tensors, write_folder
+from moerl.convert.exports import Export, plain_tensors, with_copies, write_folder
 from moerl.convert.fp8_folders import fp8_names, plain_modules
 from moerl.convert.imports import Options, refuse_same_folder
 from moerl.convert.places import Place
@@ -74,6 +74,7 @@ def export_fp8_tensors(
         raise ConfigError(f"{out} exists and is left as it is; choose another target, or give --overwrite")
     rules = place.family.weight_rules(place.hf)
     linear, source, carried = fp8_names(rules), place.open(options.allowed), place.carried(options.allowed)
+    copies = place.repeated(options.allowed)
     others = carried_out(carried, rules, options.dtype, frozenset())
     held = {tensor.name: tensor for tensor in disk_tensors(place.family, place.hf)}
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -82,14 +83,14 @@ def export_fp8_tensors(
         theirs = HFFolder(made)
         quantised = _checked_names(theirs, rules, linear)
         stored: list[Described] = []
-        for tensor in plain_tensors(held.values(), source, options.dtype):
+        for tensor in with_copies(plain_tensors(held.values(), source, options.dtype), copies):
             own = _own_names(tensor.name) if tensor.name in quantised else ()
             stored += [Described(name, theirs.dtype(name), theirs.shape(name)) for name in own] or [tensor]
         unmeasured = plain_modules(others.tensors, frozenset())
 
         def make(tensors: Sequence[Described]) -> Iterator[Tensor]:
             for described in tensors:
-                name = described.name
+                name = copies.get(described.name, described.name)
                 if name in quantised:
                     yield _held_to_source(name, theirs, source)
                 elif name.endswith(_SCALES):

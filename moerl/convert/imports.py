@@ -22,6 +22,7 @@ from moerl.manifest import sums_of, write_manifest
 from moerl.models.carried import Carried, carried_file, carried_record, kinds_of, write_carried_index
 from moerl.models.hf_export import copy_settings
 from moerl.models.hf_folder import WeightSource
+from moerl.models.repeated import RECORD
 from moerl.models.rules import GateUp, Rule
 from moerl.models.sharded import Piece
 from moerl.shards import FORMAT, files_of
@@ -45,6 +46,8 @@ class Options:
     max_file_bytes: int = MAX_FILE_BYTES
     threads: int = 1
     overwrite: bool = False
+    holds_sums: bool = False
+    """Hold files of tensors against the source's manifest as they are read; all else is for `refuse_damage`, before."""
 
 
 def import_checkpoint(
@@ -94,11 +97,12 @@ def import_checkpoint(
         if extra:
             write_carried_index(folder, carried, {one.name: file.name for file in extra for one in file.tensors})
         copy_settings(place.settings, folder, elements_by_dtype(tensor for file in files for tensor in file.tensors))
-        spare = left_out(place, source, carried)
+        spare = left_out(place, source, carried, options.allowed)
         write_manifest(folder, manifest_of(place, folder, built, options, spare, carried))
 
     identity = {"from": place.identity(), "to": "megatron", "dtype": str(options.dtype)}
-    building = Building(out, [*files, *extra], identity, world=world, overwrite=options.overwrite)
+    held = place.summed_files() if options.holds_sums else {}
+    building = Building(out, [*files, *extra], identity, world=world, overwrite=options.overwrite, held=held)
     return building.build(make, finish, threads=options.threads, show=show)
 
 
@@ -143,10 +147,10 @@ def carried_files(carried: Carried, max_bytes: int) -> list[PlannedFile]:
     return [file for file in planned_files(described, max_bytes, carried_file)[0] if file.tensors]
 
 
-def left_out(place: Place, source: WeightSource, carried: Carried) -> list[str]:
-    """Names in `source` that no rule reads and that are not carried."""
+def left_out(place: Place, source: WeightSource, carried: Carried, allowed: Iterable[str]) -> list[str]:
+    """Names in `source` that no rule reads, that are not carried, and that are no copies of others."""
     used = {name for rule in place.family.weight_rules(place.hf) for name in rule.hf_names}
-    spare = sorted(source.names() - used)
+    spare = sorted(source.names() - used - place.repeated(allowed).keys())
     known = kinds_of(spare, place.family, place.hf).keys() & carried.plain().names()
     return [name for name in spare if name not in known]
 
@@ -191,5 +195,6 @@ def manifest_of(
         "allow_unmapped": list(options.allowed),
         "unmapped": list(spare),
         "not_finite": dict(built.not_finite),
+        RECORD: place.repeated(options.allowed),
         **carried_record(carried, is_older=bool(carried.kinds) and place.is_trained),
     }

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from moerl.convert.building import DESPITE
 from moerl.convert.imports import left_out
 from moerl.convert.places import STEP_NAME, Place
 from moerl.errors import CheckpointError
-from moerl.manifest import HF_MANIFEST, MANIFEST, check_file, read_manifest
+from moerl.manifest import HF_MANIFEST, MANIFEST, check_file, check_size, read_manifest
 from moerl.models.carried import Carried, kinds_of
 from moerl.models.quantised import quantisation_of
 from moerl.shards import ShardReader
@@ -72,7 +73,8 @@ def inspect_model(
         "files": {path.name: path.stat().st_size for path in place.files()},
         "checksums": checked,
         "damage": damage,
-        "left_out": left_out(place, source, carried),
+        "left_out": left_out(place, source, carried, allowed),
+        "repeated": place.repeated(allowed),
         "carried": _carried(place, carried),
         "tensors": tensors,
     }
@@ -102,13 +104,14 @@ def _carried(place: Place, carried: Carried) -> dict[str, Any]:
     }
 
 
-def damaged_files(place: Place, threads: int = 1) -> list[str]:
+def damaged_files(place: Place, threads: int = 1, later: Collection[Path] = ()) -> list[str]:
     """What is wrong with the files that the manifest lists, one sentence each; nothing where there is no manifest.
 
-    Of a checkpoint of a run, also of the files that hold what it carries, where those have a manifest.
+    Of a checkpoint of a run, also of the files that hold what it carries, where those have a manifest. `later`: files
+    of which only the size is looked at.
     """
     inside = f"{place.weights.name}/" if place.form == "run" else ""
-    found = _damaged(place, place.manifest, lambda name: name.startswith(inside), threads)
+    found = _damaged(place, place.manifest, lambda name: name.startswith(inside), threads, later)
     if place.form != "run":
         return found
     try:
@@ -120,7 +123,9 @@ def damaged_files(place: Place, threads: int = 1) -> list[str]:
     return found + _damaged(None, manifest, names.__contains__, threads)
 
 
-def _damaged(place: Place | None, path: Path | None, is_asked: Callable[[str], bool], threads: int) -> list[str]:
+def _damaged(
+    place: Place | None, path: Path | None, is_asked: Callable[[str], bool], threads: int, later: Collection[Path] = ()
+) -> list[str]:
     if path is None:
         return []
     step = STEP_NAME.fullmatch(path.parent.name) if place is not None and place.form == "run" else None
@@ -131,8 +136,9 @@ def _damaged(place: Place | None, path: Path | None, is_asked: Callable[[str], b
     files: Mapping[str, Mapping[str, Any]] = manifest["files"]
 
     def judge(name: str) -> str | None:
+        file = path.parent / name
         try:
-            check_file(path.parent / name, files[name])
+            (check_size if file in later else check_file)(file, files[name])
         except CheckpointError as error:
             return str(error)
         return None
@@ -142,8 +148,16 @@ def _damaged(place: Place | None, path: Path | None, is_asked: Callable[[str], b
     return [fault for fault in found if fault is not None]
 
 
-def refuse_damage(place: Place, threads: int = 1) -> None:
-    """Raises CheckpointError where a file is not what its manifest says."""
-    damage = damaged_files(place, threads)
+def refuse_damage(place: Place, threads: int = 1, *, is_held_later: bool = False) -> None:
+    """Before anything is read; `is_held_later`: who reads will hold `Place.summed_files` (`Options.holds_sums`).
+
+    Raises:
+        CheckpointError: a file is not what its manifest says.
+    """
+    try:
+        later = place.summed_files() if is_held_later else {}
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {DESPITE}") from error
+    damage = damaged_files(place, threads, later)
     if damage:
-        raise CheckpointError(f"{damage[0]}; use another copy, or --skip-checksums to read it all the same")
+        raise CheckpointError(f"{damage[0]}; {DESPITE}")

@@ -7,15 +7,16 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from moerl.analysis.run_folder import CONFIG_FILE
 from moerl.config.load import read_values
 from moerl.errors import CheckpointError, ConfigError
-from moerl.manifest import HF_MANIFEST, MANIFEST, read_manifest
+from moerl.manifest import HF_MANIFEST, MANIFEST, PARTS_SUM, read_manifest
 from moerl.models.carried import Carried, open_carried
 from moerl.models.family import HFConfig, ModelFamily, family_of
 from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, WeightSource, checked_source, read_config
+from moerl.models.repeated import repeated_in
 from moerl.models.sharded import open_weights
 from moerl.shards import has_shards
 
@@ -65,9 +66,19 @@ class Place:
         """
         return open_carried(self.carried_folder, self.family, self.hf, allowed)
 
+    def repeated(self, allowed: Iterable[str] = ()) -> dict[str, str]:
+        """Name of a tensor that a Hugging Face folder of this model has as a copy -> name of its original.
+
+        `allowed`: regular expressions of names that are left out.
+
+        Raises:
+            CheckpointError: a damaged file or manifest.
+        """
+        return repeated_in(self.carried_folder, self.family, self.hf, allowed)
+
     @property
     def carried_folder(self) -> Path:
-        """Where `carried` looks."""
+        """Where `carried` and `repeated` look."""
         return self.settings if self.form == "run" else self.weights
 
     @property
@@ -84,6 +95,17 @@ class Place:
             indexed = (self.weights / INDEX_FILE).is_file() or not single.is_file()
             return sorted(self.weights.glob("*.safetensors")) if indexed else [single]
         return sorted([*self.weights.glob("rank_*"), *self.weights.glob("carried*")])
+
+    def summed_files(self) -> dict[Path, dict[str, Any]]:
+        """Files of tensors whose sums a reader has by and by -> their entries in the manifest; of a run none.
+
+        Raises:
+            CheckpointError: a damaged manifest.
+        """
+        if self.form == "run" or self.manifest is None:
+            return {}
+        files = read_manifest(self.manifest, 0)["files"]
+        return {self.weights / name: entry for name, entry in files.items() if PARTS_SUM in entry}
 
     def identity(self) -> dict[str, object]:
         """What tells this content from another, as far as names, sizes and times do."""

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from moerl.convert.compare import Verdict
+from moerl.convert.compare import Difference, Verdict
 from moerl.models.family import UNSUPPORTED, families
 from moerl.models.rules import shorten
 
@@ -84,13 +84,15 @@ class ByteProgress:
         )
 
 
-def comparison_table(verdict: Verdict, rows: int) -> Table:
-    """What differs."""
-    table = Table("tensor", "difference")
+def comparison_table(verdict: Verdict, rows: int, said: Sequence[Difference] = ()) -> Table:
+    """What differs: tensors, then what the models `said`."""
+    table = Table("what", "difference")
     for difference in verdict.differences[:rows]:
         table.add_row(difference.name, difference.what)
     if len(verdict.differences) > rows:
         table.add_row("...", f"{len(verdict.differences) - rows} more (--rows)")
+    for difference in said:
+        table.add_row(difference.name, difference.what)
     return table
 
 
@@ -119,6 +121,8 @@ def show_model(found: Mapping[str, Any], out: Console, *, every_name: bool) -> N
         )
     if carried["tensors"] and every_name:
         out.print(_tensor_table(carried["tensors"], every_name=True))
+    for name, original in found["repeated"].items():
+        out.print(f"held twice: {name} is a copy of {original}", highlight=False)
     if found["left_out"]:
         out.print(f"not part of the model: {shorten(found['left_out'])}", highlight=False)
     for line in found["damage"]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moerl.config.schema import ModelSection, OptimSection, ParallelSection, PrecisionSection
-from moerl.mcore.model import ModelSource, build_chunks, transformer_config
+from moerl.mcore.model import ModelSource, PackedGPTModel, build_chunks, transformer_config, unwrap
 from moerl.mcore.optim import wrap_chunks
 from moerl.mcore.parallel import initialize_parallel
 from moerl.mcore.step import StepRunner, own_routes
@@ -15,17 +18,40 @@ from moerl.models.family import refuse_unproven
 from moerl.types import MicroBatch, TokenWeights
 
 
-def forward_once(source: ModelSource, token_ids: Tensor, probes: Tensor) -> tuple[Tensor, Tensor | None]:
+@dataclass(frozen=True)
+class Outcome:
+    """What one model made of tokens; on the CPU."""
+
+    hidden: Tensor
+    """[t, h] float32: what goes into the head after each token."""
+    head: Tensor
+    """[v, h] float32: logits are `hidden @ head.T`; whole rows of them are the caller's to make, as many as fit."""
+    routes: Tensor | None
+    """[t, l, topk] int64: experts of every MoE layer; None where there is none."""
+
+
+class _OpenModel(PackedGPTModel):
+    """Keeps what goes into its head."""
+
+    into_head: tuple[Tensor, Tensor] | None = None
+
+    def score_hidden(
+        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **others: Any
+    ) -> Tensor:
+        """As `PackedGPTModel`."""
+        weight = output_layer.weight if output_weight is None else output_weight
+        self.into_head = hidden_states[:, 0], weight[: self.true_vocab_size]
+        return super().score_hidden(
+            hidden_states=hidden_states, output_layer=output_layer, output_weight=output_weight, **others
+        )
+
+
+def forward_once(source: ModelSource, token_ids: Tensor) -> Outcome:
     """Load the model in float32 into one process and run one sequence through it.
 
     Args:
         source: configuration and weights.
         token_ids: [t] int64.
-        probes: [k] int64, tokens whose logprobs are wanted after each token.
-
-    Returns:
-        Logprobs [t - 1, k] float32 of the probes after each token but the last, and the experts [t, l, topk] int64 of
-        every MoE layer; None where there is none.
 
     Raises:
         CheckpointError: weights that do not fill the model.
@@ -35,21 +61,23 @@ def forward_once(source: ModelSource, token_ids: Tensor, probes: Tensor) -> tupl
     layout = initialize_parallel(ParallelSection(), 0)
     section = ModelSection(path=str(source.folder))
     config = transformer_config(source, section=section, precision=PrecisionSection(), parallel=layout)
-    chunks = build_chunks(source, config, layout)
+    chunks = build_chunks(source, config, layout, _OpenModel)
     WeightMap(source, chunks, layout).load_hf()
     runner = StepRunner(wrap_chunks(chunks, config, OptimSection()), layout, source.kwargs)
     device = torch.device(torch.cuda.current_device())
-    batch = _micro_batch(token_ids.to(device), probes.to(device))
-    (result,) = runner.forward([batch], own_routes, observe=True)
-    assert result.top_logprobs is not None
+    (result,) = runner.forward([_micro_batch(token_ids.to(device))], own_routes, observe=True)
+    model = unwrap(chunks[0])
+    assert isinstance(model, _OpenModel)
+    assert model.into_head is not None
+    # copies: parameters may be views of one buffer of all of them, which would live on
+    hidden, head = (tensor.detach().cpu().clone() for tensor in model.into_head)
     routes = None if result.observed is None else result.observed.own_routes.cpu()
-    return result.top_logprobs[1:].cpu(), routes
+    return Outcome(hidden, head, routes)
 
 
-def _micro_batch(token_ids: Tensor, probes: Tensor) -> MicroBatch:
+def _micro_batch(token_ids: Tensor) -> MicroBatch:
     length = len(token_ids)
     zeros = torch.zeros(length, device=token_ids.device)
-    top_ids = probes.expand(length, -1)
     return MicroBatch(
         sample_ids=(0,),
         token_ids=token_ids,
@@ -63,6 +91,4 @@ def _micro_batch(token_ids: Tensor, probes: Tensor) -> MicroBatch:
         advantages=zeros,
         temperature=torch.ones(length, device=token_ids.device),
         weights=TokenWeights.shared(zeros),
-        rollout_top_ids=top_ids,
-        rollout_top_logprobs=torch.zeros(top_ids.shape, device=token_ids.device),
     )

@@ -90,8 +90,8 @@ class ModelFamily(Protocol):
         """Tensor name of the rules -> its place in the fused tensors that transformers 5 has in memory."""
         ...
 
-    def ignored_names(self, hf: HFConfig) -> tuple[str, ...]:
-        """Regular expressions (full match) of tensors that a checkpoint may hold and that nothing reads."""
+    def repeated_names(self, hf: HFConfig) -> Mapping[str, str]:
+        """Name of a tensor that a checkpoint may hold as a copy -> name of the rules' tensor that it must equal."""
         ...
 
     def carried_names(self, hf: HFConfig) -> Mapping[str, tuple[str, ...]]:
@@ -114,7 +114,7 @@ families: Registry[Callable[[], ModelFamily]] = Registry("model family", "moerl.
 - `verified`: how the mapping was held to transformers' own model.
 """
 
-EXACT = "logprobs, routes and gradients of 1, 2 and 4 processes against transformers, to 1e-5"
+EXACT = "logits, routes and gradients of 1, 2 and 4 processes against transformers, to 1e-5"
 """Of `verified`, in float32: `tests/distributed/test_families.py`, and `tests/unit/mcore/test_mcore_families.py`."""
 MAPPING_ONLY = "mapping only"
 """Of `verified`: names, shapes and values come back bit for bit, but no forward was compared."""

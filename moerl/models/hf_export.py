@@ -211,14 +211,19 @@ def _sync_files(folder: Path) -> None:
 
 
 def put_in_place(building: Path, out: Path) -> None:
-    """Rename to `out`; an older folder cannot be replaced in one step, so it is set aside, and put back on failure."""
+    """Rename to `out`; an older folder cannot be replaced in one step, so it is set aside, and put back on failure.
+
+    A link, wherever it leads, is replaced itself.
+    """
     aside = out.with_name(f".{out.name}.old-{os.getpid()}")
-    if out.exists():
+    if os.path.lexists(out):
         out.rename(aside)
     try:
         building.rename(out)
     except OSError:
-        if aside.exists():
+        if os.path.lexists(aside):
             aside.rename(out)
         raise
+    if aside.is_symlink():
+        aside.unlink()
     shutil.rmtree(aside, ignore_errors=True)

@@ -270,18 +270,58 @@ def checked_source(
 ) -> WeightSource:
     """`source` under on-disk names, once it is sure that the family reads all of it and lacks nothing.
 
-    `allowed`: regular expressions of names that may be left out, beside those that the family ignores or carries.
+    `allowed`: regular expressions of names that may be left out, beside those that the family carries or has twice.
 
     Raises:
-        CheckpointError: as `Unfused` and `check_names`, or a tensor of another shape than config.json implies.
+        CheckpointError: as `Unfused` and `check_names`, a tensor of another shape than config.json implies, or a copy
+            of one that is not its original.
     """
-    unfused, rules = Unfused(source, family.fused_slices(hf)), family.weight_rules(hf)
+    unfused, rules, allowed = Unfused(source, family.fused_slices(hf)), family.weight_rules(hf), tuple(allowed)
     carried = (pattern for patterns in family.carried_names(hf).values() for pattern in patterns)
-    check_names(unfused, rules, (*family.ignored_names(hf), *carried, *allowed))
+    repeated = family.repeated_names(hf)
+    check_names(unfused, rules, (*map(re.escape, repeated), *carried, *allowed))
     for rule in rules:
         for name, shape in zip(rule.hf_names, rule.hf_shapes, strict=True):
             check_shape(name, unfused.shape(name), shape)
+    check_repeated(unfused, kept_repeats(repeated, allowed))
     return unfused
+
+
+def kept_repeats(repeated: Mapping[str, str], allowed: Iterable[str]) -> dict[str, str]:
+    """Those of `ModelFamily.repeated_names` that none of the regular expressions `allowed` leaves out."""
+    patterns = [re.compile(pattern) for pattern in allowed]
+    return {
+        name: original
+        for name, original in repeated.items()
+        if not any(pattern.fullmatch(name) for pattern in patterns)
+    }
+
+
+def check_repeated(source: WeightSource, repeated: Mapping[str, str]) -> None:
+    """Whether every copy that `source` has is its original, bit for bit.
+
+    Raises:
+        CheckpointError: one is not; names both.
+    """
+    for name in sorted(repeated.keys() & source.names()):
+        original = repeated[name]
+        told = _repeat_differs(source, name, original)
+        if told is not None:
+            raise CheckpointError(
+                f"config.json says that {name} and {original} are one tensor (tie_word_embeddings), but {told}; set "
+                f"tie_word_embeddings to false to keep both, or take {name} out of the files if the model has one"
+            )
+
+
+def _repeat_differs(source: WeightSource, name: str, original: str) -> str | None:
+    kinds = [(source.dtype(one), tuple(source.shape(one))) for one in (name, original)]
+    if kinds[0] != kinds[1]:
+        first, second = (f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in kinds)
+        return f"the files hold {first} and {second}"
+    a, b = (source.get(one).contiguous().reshape(-1) for one in (name, original))
+    if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        return None
+    return f"{int((a != b).sum())} of their {a.numel()} values differ"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

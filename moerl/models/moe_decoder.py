@@ -219,9 +219,9 @@ class DecoderFamily(ABC):
                 slices[f"{expert}.{down}"] = FusedSlice(f"{fused}.down_proj", e, 0, shape.hidden)
         return slices
 
-    def ignored_names(self, hf: HFConfig) -> tuple[str, ...]:
+    def repeated_names(self, hf: HFConfig) -> Mapping[str, str]:
         """The copy of the embedding that some tied checkpoints have."""
-        return (r"lm_head\.weight",) if self.shape(hf).is_tied else ()
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.shape(hf).is_tied else {}
 
     def carried_names(self, hf: HFConfig) -> Mapping[str, tuple[str, ...]]:
         """Rotary tables of old files."""

@@ -162,7 +162,7 @@ class ShardedFolder:
         rule, index = self._places[name]
         pieces = self._pieces[rule.megatron_name]
         if isinstance(rule, GateUp):
-            return self._read(pieces[index]).view(rule.hf_shapes[index])
+            return self._read(pieces[index]).reshape(rule.hf_shapes[index])
         last = vars(self._last).get("found")
         if last is None or last[0] != rule.megatron_name:
             last = (rule.megatron_name, rule.to_hf(self.whole(rule)))
@@ -180,9 +180,7 @@ class ShardedFolder:
         return joined[0] if rule.is_expert else joined
 
     def _read(self, piece: Piece) -> Tensor:
-        target = torch.empty(piece.extent, dtype=self.reader.entries[piece.key].dtype)
-        self.reader.fill(Shard(piece.key, piece.shape, piece.offset, target))
-        return target
+        return self.reader.read(piece.key, piece.offset, piece.extent)
 
     @staticmethod
     def _ghost(piece: Piece, dtype: torch.dtype) -> Shard:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from random_samples import random_samples
+from whole_rows import logprobs_and_logits
 
 from moerl.actor_critic import ActorCritic
 from moerl.algorithms.aggregation import sequence_weights
@@ -172,11 +173,14 @@ class Nll:
         return -(x.weights.policy * torch.where(x.mask, x.logprobs, 0)).sum(), {}
 
 
-def for_transformers(policy: MegatronPolicy, minibatch: Sequence[MicroBatch]) -> dict[str, np.ndarray]:
+def for_transformers(
+    policy: MegatronPolicy, minibatch: Sequence[MicroBatch]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """What a test needs to hold this layout to transformers: tokens, their logprobs and routes by the routers' own
-    choice, and the gradient of one NLL step.
+    choice, and the gradient of one NLL step; and sample -> logits [s, v], on the last stage.
     """
     found: dict[str, torch.Tensor] = {}
+    rows_of: dict[str, np.ndarray] = {}
     own = [  # nothing is replayed, all of the vocabulary is in the running, logits are the model's
         replace(
             micro,
@@ -187,7 +191,7 @@ def for_transformers(policy: MegatronPolicy, minibatch: Sequence[MicroBatch]) ->
         for micro in minibatch
     ]
     for micro in own:
-        logprobs = policy.logprobs(micro)
+        logprobs, logits = logprobs_and_logits(policy, micro)
         chosen = policy.observe([micro])[0].own_routes if policy.num_experts else None
         bounds = micro.cu_seqlens.tolist()
         live = torch.nonzero(micro.mask & (micro.position_ids > 0))[:, 0]
@@ -195,11 +199,13 @@ def for_transformers(policy: MegatronPolicy, minibatch: Sequence[MicroBatch]) ->
             rows = slice(bounds[i], bounds[i + 1])
             found |= {f"of/{sample}/token_ids": micro.token_ids[rows], f"of/{sample}/mask": micro.mask[rows]}
             found |= {f"of/{sample}/weights": micro.weights.policy[rows], f"of/{sample}/logprobs": logprobs[rows]}
+            if logits is not None:
+                rows_of[str(sample)] = logits[rows].cpu().numpy()
             if chosen is not None:
                 is_own = (live >= bounds[i]) & (live < bounds[i + 1])
                 found[f"of/{sample}/routes"] = chosen[is_own].sort(-1).values
     found |= {f"nll/{name}": grad.float() for name, grad in policy.gradients(own, Nll()).items()}
-    return {name: tensor.detach().cpu().numpy() for name, tensor in found.items()}
+    return {name: tensor.detach().cpu().numpy() for name, tensor in found.items()}, rows_of
 
 
 def train(case: dict[str, Any], layout: dict[str, Any], out: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -217,7 +223,10 @@ def train(case: dict[str, Any], layout: dict[str, Any], out: Path, name: str) ->
             if is_first and learner.policy.num_experts:
                 np.savez(out / f"{name}.routes.{parallel.dp.rank}.npz", **routes_of(batch))
             if case.get("for_transformers"):
-                arrays |= for_transformers(learner.policy, batch.minibatches[0])
+                found, rows_of = for_transformers(learner.policy, batch.minibatches[0])
+                arrays |= found
+                if rows_of and parallel.tp.rank == parallel.cp.rank == parallel.dp.rank == 0:
+                    np.savez(out / f"{name}.logits.npz", **rows_of)
         metrics |= learner.learner.update(batch, learner.objective)
         record["metrics"].append(to_floats(metrics))
     if learner.critic is not None:  # its head has moved by now, so that its backbone has a gradient

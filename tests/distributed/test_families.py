@@ -27,8 +27,10 @@ from moerl.replay import compare_gradients
 WORKER = Path(__file__).with_name("learner_worker.py")
 LAYOUTS: dict[int, dict[str, int]] = {1: {}, 2: {"tensor": 2}, 4: {"tensor": 2, "pipeline": 2}}
 """Processes -> sizes; where there are experts, the tensor ranks also share them out."""
+STAGES, TIED = "4_stages", "llama"
+"""A layout of four pipeline stages, and the kind in it: its head and its embedding are one tensor on two of them."""
 TOLERANCE = 1e-5
-"""Absolute for logprobs and weights; of `1 + |value|` for metrics; for gradients of a tensor's largest entry and
+"""Absolute for logits, logprobs, weights; of `1 + |value|` for metrics; for gradients of a tensor's largest entry and
 a tenth of that of the largest of all."""
 
 
@@ -56,14 +58,22 @@ def outcomes(tmp_path_factory) -> Path:
             cases = [told(kind, models[kind]) for kind in KINDS if bool(KINDS[kind].layers) is has_experts]
             experts = {"expert": sizes.get("tensor", 1)} if has_experts else {}
             layouts.append({"name": str(world_size), "sizes": sizes | experts, "cases": cases})
+        if world_size == 4:
+            layouts.append({"name": STAGES, "sizes": {"pipeline": 4}, "cases": [told(TIED, models[TIED])]})
         run_worker(WORKER, {"layouts": layouts}, folder, world_size, limit_seconds=300)
     return folder
 
 
-def read(folder: Path, world_size: int, kind: str) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
-    at = f"{world_size}.{name_of(kind)}"
+def read(folder: Path, layout: int | str, kind: str) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    at = f"{layout}.{name_of(kind)}"
     with np.load(folder / f"{at}.npz") as arrays:
         return json.loads((folder / f"{at}.json").read_text())["metrics"], dict(arrays)
+
+
+def read_logits(folder: Path, layout: int | str, kind: str) -> dict[str, np.ndarray]:
+    """Sample -> [s, v], of the last stage."""
+    with np.load(folder / f"{layout}.{name_of(kind)}.logits.npz") as arrays:
+        return dict(arrays)
 
 
 def without_transformers(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -73,7 +83,7 @@ def without_transformers(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def theirs(request, outcomes) -> tuple[str, dict[str, np.ndarray], dict[str, Tensor]]:
-    """(kind, logprobs and routes of every sample, gradients) of transformers' model on the same tokens."""
+    """(kind, logits, logprobs and routes of every sample, gradients) of transformers' model on the same tokens."""
     kind = str(request.param)
     model, found = tiny_models.make_model(kind), read(outcomes, 1, kind)[1]
     said: dict[str, np.ndarray] = {}
@@ -83,8 +93,11 @@ def theirs(request, outcomes) -> tuple[str, dict[str, np.ndarray], dict[str, Ten
             torch.from_numpy(found[f"of/{sample}/{part}"]) for part in ("token_ids", "mask", "weights")
         )
         bounds = torch.tensor([0, len(tokens)])
-        logprobs, routes = tiny_models.forward_of(model, SimpleNamespace(token_ids=tokens, cu_seqlens=bounds))
+        alone = SimpleNamespace(token_ids=tokens, cu_seqlens=bounds)
+        logits, routes = tiny_models.logits_of(model, alone)
+        logprobs = tiny_models.logprobs_of(logits, alone)
         loss = loss - (weights * torch.where(mask, logprobs, 0)).sum()
+        said[f"of/{sample}/logits"] = logits.detach().numpy()
         said[f"of/{sample}/logprobs"] = logprobs.detach().numpy()
         live = torch.nonzero(mask)[:, 0]
         said[f"of/{sample}/routes"] = routes[live[live > 0] - 1].sort(-1).values.numpy()
@@ -94,13 +107,20 @@ def theirs(request, outcomes) -> tuple[str, dict[str, np.ndarray], dict[str, Ten
 
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
-def test_logprobs_routes_and_gradients_are_those_of_transformers(outcomes, world_size, theirs):
-    """Through real ranks, by the routers' own choice and over the whole vocabulary."""
+def test_logits_routes_and_gradients_are_those_of_transformers(outcomes, world_size, theirs):
+    """Through real ranks, by the routers' own choice; of every position every logit, which logprobs of the given tokens
+    do not tell: two rows of the head that change places leave those as they are.
+    """
     kind, said, grads = theirs
     ours = read(outcomes, world_size, kind)[1]
+    logits = read_logits(outcomes, world_size, kind)
     samples = {name.split("/")[1] for name in ours if name.startswith("of/")}
     assert samples == {name.split("/")[1] for name in said}
+    assert samples == logits.keys()
     for sample in samples:
+        wanted = said[f"of/{sample}/logits"]
+        assert logits[sample].shape == wanted.shape == (len(ours[f"of/{sample}/token_ids"]), 54)
+        assert np.abs(logits[sample] - wanted).max() < TOLERANCE, sample
         assert np.abs(ours[f"of/{sample}/logprobs"] - said[f"of/{sample}/logprobs"]).max() < TOLERANCE, sample
         if KINDS[kind].layers:
             assert np.array_equal(ours[f"of/{sample}/routes"], said[f"of/{sample}/routes"]), sample
@@ -122,7 +142,17 @@ def test_logprobs_routes_and_gradients_are_those_of_transformers(outcomes, world
 def test_gradients_weights_and_metrics_are_those_of_one_process(outcomes, world_size, kind):
     metrics, alone = read(outcomes, 1, kind)
     others, together = read(outcomes, world_size, kind)
-    alone, together = (without_transformers(found) for found in (alone, together))
+    hold_together(*(without_transformers(found) for found in (alone, together)))
+    for step, (a, b) in enumerate(zip(metrics, others, strict=True)):
+        assert a.keys() == b.keys()
+        assert {"loss", "optim/grad_norm"} <= a.keys()
+        assert ("route_update/dev_p90" in a) is (KINDS[kind].layers > 0)
+        for name in {"loss", "optim/grad_norm", "route/replay_coverage", "route_update/dev_p90"} & a.keys():
+            assert abs(a[name] - b[name]) <= TOLERANCE * (1 + abs(a[name])), (step, name)
+
+
+def hold_together(alone: dict[str, np.ndarray], together: dict[str, np.ndarray]) -> None:
+    """Gradients and weights."""
     assert alone.keys() == together.keys()
     grads = [key for key in alone if key.startswith("grad/")]
     assert len(grads) > 30
@@ -130,12 +160,16 @@ def test_gradients_weights_and_metrics_are_those_of_one_process(outcomes, world_
     for key, value in alone.items():
         allowed = TOLERANCE * (np.abs(value).max() + 0.1 * largest) if key.startswith("grad/") else TOLERANCE
         assert np.abs(together[key] - value).max() <= allowed, key
-    for step, (a, b) in enumerate(zip(metrics, others, strict=True)):
-        assert a.keys() == b.keys()
-        assert {"loss", "optim/grad_norm"} <= a.keys()
-        assert ("route_update/dev_p90" in a) is (KINDS[kind].layers > 0)
-        for name in {"loss", "optim/grad_norm", "route/replay_coverage", "route_update/dev_p90"} & a.keys():
-            assert abs(a[name] - b[name]) <= TOLERANCE * (1 + abs(a[name])), (step, name)
+
+
+def test_a_tied_model_between_stages_that_have_neither_end(outcomes):
+    """Megatron-Bridge 954, Megatron-LM 5737: stages in the middle asked for the embedding, or each took itself for the
+    first.
+    """
+    hold_together(*(without_transformers(read(outcomes, layout, TIED)[1]) for layout in (1, STAGES)))
+    alone, together = (read_logits(outcomes, layout, TIED) for layout in (1, STAGES))
+    assert alone.keys() == together.keys()
+    assert all(np.abs(together[sample] - rows).max() < TOLERANCE for sample, rows in alone.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)

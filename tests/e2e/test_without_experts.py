@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from moerl.build import build_run
 from moerl.configure import load
+from moerl.finish import finish_run
 from moerl.loop import train
 from moerl.models.hf_folder import HFFolder
 
@@ -28,12 +30,16 @@ SETTINGS = (
     "evaluation.interval_steps=2",
     "telemetry.progress=off",
     "telemetry.report=false",
+    "checkpoint.export_hf=true",
+    "checkpoint.export_dtype=fp32",
+    "checkpoint.interval_steps=1",
+    "checkpoint.export_interval_steps=2",
 )
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("dense") / "model"
+def save_dense(folder: Path, *, is_tied: bool) -> Path:
+    """A random model; a tied one's file holds the embedding a second time, as the head."""
     shutil.copytree(DEMO / "policy_init", folder, ignore=shutil.ignore_patterns("*.safetensors"))
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -47,20 +53,27 @@ def model(tmp_path_factory) -> Path:
         max_position_embeddings=256,
         eos_token_id=1,
         pad_token_id=0,
+        tie_word_embeddings=is_tied,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
+    if is_tied:
+        tensors = load_file(folder / "model.safetensors")
+        assert HEAD not in tensors
+        save_file(tensors | {HEAD: tensors[EMBEDDING].clone()}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
-def test_it_trains(model, tmp_path, minibatches):
+@pytest.mark.parametrize(("minibatches", "is_tied"), [(1, False), (2, True)])
+def test_it_trains_and_exports_the_tensors_that_it_began_with(tmp_path, minibatches, is_tied):
     """With one minibatch nothing is scored before the update, which then holds the two sides to each other."""
+    model = save_dense(tmp_path / "model", is_tied=is_tied)
     where = (f"model.path={model}", f"run.output_dir={tmp_path}", "run.name=dense")
     settings = (*SETTINGS, *where, f"batch.num_minibatches={minibatches}")
     made = build_run(load(DEMO / "base.yaml", list(settings)))
     assert made is not None
     try:
         train(made.rooms, made.schedule, made.resume_from)
+        finish_run(made.cfg, made.folder, made.rooms.policy, 0.0)
     finally:
         made.close()
     rows = [json.loads(line) for line in (tmp_path / "dense" / "metrics.jsonl").read_text().splitlines()]
@@ -72,5 +85,10 @@ def test_it_trains(model, tmp_path, minibatches):
     assert not [name for row in rows for name in row if name.startswith(("route", "load/"))]
     before = HFFolder(model)
     after = dict(made.rooms.policy.export())
-    assert before.names() == after.keys()
-    assert any(not torch.equal(before.get(name), after[name]) for name in before.names())
+    assert before.names() == after.keys() | ({HEAD} if is_tied else set())
+    assert all(not torch.equal(before.get(name), after[name]) for name in (EMBEDDING, "model.norm.weight"))
+    for folder in (made.folder / "hf", made.folder / "exports" / "step_000002"):
+        exported = HFFolder(folder)
+        assert exported.names() == before.names()
+        assert torch.equal(exported.get(EMBEDDING), after[EMBEDDING])
+        assert torch.equal(exported.get(HEAD), after[EMBEDDING if is_tied else HEAD])

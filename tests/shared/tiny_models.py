@@ -191,22 +191,38 @@ def make_model(name: str, *, seed: int = 3, **overrides: Any) -> Any:
     return model
 
 
-def forward_of(model: Any, micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logprobs [t], chosen experts [t, l, k]) of transformers' model, one sequence of a micro-batch at a time."""
+def logits_of(model: Any, micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits [t, v], row j after token j; chosen experts [t, l, k]) of transformers' model, one sequence of a
+    micro-batch at a time.
+    """
     chosen: list[torch.Tensor] = []
-    logprobs: list[torch.Tensor] = []
+    logits: list[torch.Tensor] = []
     routes: list[torch.Tensor] = []
     gates = [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
     handles = [gate.register_forward_hook(lambda _m, _i, out: chosen.append(out[2])) for gate in gates]
     for start, stop in pairwise(micro.cu_seqlens.tolist()):
         ids = micro.token_ids[start:stop][None]
-        logq = torch.log_softmax(model(ids).logits[0], -1)
-        logprobs += [logq.new_zeros(1), logq[:-1].gather(-1, ids[0, 1:, None])[:, 0]]
+        logits.append(model(ids).logits[0])
         routes.append(torch.stack(chosen, 1) if chosen else ids.new_zeros(ids.shape[1], 0, 0))
         chosen.clear()
     for handle in handles:
         handle.remove()
-    return torch.cat(logprobs), torch.cat(routes)
+    return torch.cat(logits), torch.cat(routes)
+
+
+def logprobs_of(logits: torch.Tensor, micro: Any) -> torch.Tensor:
+    """[t] of every token after those before it, from logits [t, v]; 0 at the first of each sequence."""
+    logq = torch.log_softmax(logits, -1)
+    after = logq[:-1].gather(-1, micro.token_ids[1:, None])[:, 0]
+    is_first = torch.zeros_like(micro.token_ids, dtype=torch.bool)
+    is_first[micro.cu_seqlens[:-1].long()] = True
+    return torch.cat([logq.new_zeros(1), after]).masked_fill(is_first, 0.0)
+
+
+def forward_of(model: Any, micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs [t], chosen experts [t, l, k]) of transformers' model."""
+    logits, routes = logits_of(model, micro)
+    return logprobs_of(logits, micro), routes
 
 
 def save_model(folder: Path, name: str, *, seed: int = 3, **overrides: Any) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from moerl.errors import CheckpointError
-from moerl.tensor_file import Described, TensorFile, TensorFileWriter
+from moerl.manifest import PARTS_SUM
+from moerl.tensor_file import Described, TensorFile, TensorFileWriter, summed_reads
 
 TENSORS = {
     "a": torch.arange(120.0).view(2, 3, 4, 5),
@@ -34,9 +36,75 @@ def test_either_side_reads_what_the_other_writes(tmp_path):
         for tensor in TENSORS.values():
             writer.add(tensor)
     content = (tmp_path / "ours").read_bytes()
-    assert writer.sum() == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    head = 8 + int.from_bytes(content[:8], "little")
+    parts = [content[:head]]
+    for tensor in TENSORS.values():
+        parts.append(content[sum(map(len, parts)) :][: tensor.nbytes])
+    sums = "".join(hashlib.sha256(part).hexdigest() for part in parts)
+    assert b"".join(parts) == content
+    assert writer.sum() == {"bytes": len(content), PARTS_SUM: hashlib.sha256(sums.encode()).hexdigest()}
+    with TensorFile(tmp_path / "ours") as file:
+        assert file.sum() == writer.sum()[PARTS_SUM]
     for name, tensor in load_file(tmp_path / "ours").items():
         assert torch.equal(tensor, TENSORS[name])
+
+
+def written(path: Path, *tensors: torch.Tensor) -> str:
+    """The sum that the writer gives."""
+    with TensorFileWriter(path, [Described(str(i), t.dtype, tuple(t.shape)) for i, t in enumerate(tensors)]) as writer:
+        for tensor in tensors:
+            writer.add(tensor)
+    return writer.sum()[PARTS_SUM]
+
+
+def test_what_is_read_whole_is_summed_and_needs_no_second_look(tmp_path):
+    save_file(TENSORS, tmp_path / "file")
+    with TensorFile(tmp_path / "file") as file, summed_reads() as sums:
+        for name in ("scalar", "a", "empty"):
+            file.read_box(name, [0] * TENSORS[name].ndim, TENSORS[name].shape)
+        file.read_box("b", [1], [3])  # a part of one tells nothing of it
+        file.read("a")
+        (found,) = sums.values()
+        assert found == {
+            name: hashlib.sha256(TENSORS[name].numpy().tobytes()).hexdigest() for name in ("scalar", "a", "empty")
+        }
+        assert file.sum(found) == file.sum()
+        assert file.sum({**found, "a": "0" * 64}) != file.sum()
+    with TensorFile(tmp_path / "file") as file:
+        file.read("b")
+        assert sums == {str(tmp_path / "file"): found}  # not asked to any more
+
+
+def test_a_file_that_changes_between_two_reads_is_told(tmp_path):
+    save_file(TENSORS, tmp_path / "file")
+    with TensorFile(tmp_path / "file") as file, summed_reads():
+        file.read("a")
+        save_file({**TENSORS, "a": TENSORS["a"] + 1}, tmp_path / "other")
+        (tmp_path / "file").write_bytes((tmp_path / "other").read_bytes())
+        with pytest.raises(CheckpointError, match="a was another one when it was read before"):
+            file.read("a")
+
+
+def test_what_goes_from_file_to_file_has_its_own_sum_whatever_happens_to_it_between(tmp_path):
+    save_file({"a": torch.arange(12.0).view(3, 4), "b": torch.ones(3, 4)}, tmp_path / "file")
+    with TensorFile(tmp_path / "file") as file:
+        changes = {
+            "nothing": lambda tensor: tensor,
+            "another view": lambda tensor: tensor.view(4, 3),
+            "turned": lambda tensor: tensor.t(),
+            "cast": lambda tensor: tensor.bfloat16(),
+            "a part": lambda tensor: tensor[:2],
+            "changed in place": lambda tensor: tensor.add_(1),
+            "changed through a view": lambda tensor: (tensor[1].mul_(3), tensor)[1],
+            "one that was read before": lambda tensor: (file.read("b"), tensor)[1],
+        }
+        for name, change in changes.items():
+            with summed_reads():
+                tensor = change(file.read("a"))
+                told = written(tmp_path / name, tensor)
+            with TensorFile(tmp_path / name) as made:
+                assert made.sum() == told, name
+            assert told == written(tmp_path / "again", tensor.clone()), name
 
 
 @settings(deadline=None)

@@ -7,7 +7,7 @@ Sides, each in a process of its own, source files in the page cache, results flu
 
     copy           every file, byte for byte (shutil.copyfile)
     import         moerl convert import: Hugging Face -> sharded checkpoint, with SHA-256 of all that is written
-    export         moerl convert export: back again, the source held against its SHA-256 first
+    export         moerl convert export: back again, the source held against its SHA-256 as it is read
     transformers   from_pretrained in the type of the files, then save_pretrained
 
 Conversions make one file more at a time than there are threads, as `moerl convert` does: one waits for the disk.
@@ -122,8 +122,8 @@ def work_of(side: str, source: Path, shards: Path, out: Path, threads: int) -> C
             import_checkpoint(find(source), out, Layout(expert=8), Options(threads=threads + 1))
             return
         place = find(shards)
-        refuse_damage(place, threads + 1)
-        export_checkpoint(place, out, Options(threads=threads + 1, max_file_bytes=SHARD_BYTES))
+        refuse_damage(place, threads + 1, is_held_later=True)
+        export_checkpoint(place, out, Options(threads=threads + 1, max_file_bytes=SHARD_BYTES, holds_sums=True))
 
     return convert
 

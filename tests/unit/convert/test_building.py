@@ -277,6 +277,49 @@ def test_what_may_be_left_out_is_named_and_recorded(folder, tmp_path):
     assert json.loads((tmp_path / "back" / "moerl_manifest.json").read_text())["unmapped"] == manifest["unmapped"]
 
 
+@pytest.mark.parametrize("leads_to", ["out", "nowhere", "elsewhere"])
+def test_a_target_that_is_a_link_is_replaced_itself_and_only_when_asked(folder, tmp_path, leads_to):
+    """A circle of links, one to nothing, one to a folder of somebody else's."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine").write_text("kept")
+    (tmp_path / "out").symlink_to(tmp_path / leads_to)
+    with pytest.raises(ConfigError, match="out exists and is left as it is"):
+        export_checkpoint(find(folder), tmp_path / "out", Options())
+    assert (tmp_path / "out").is_symlink()
+    export_checkpoint(find(folder), tmp_path / "out", Options(overwrite=True))
+    assert not (tmp_path / "out").is_symlink()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert contents(tmp_path / "elsewhere") == {"mine": b"kept"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "hf", "out"]
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="no file system that is read-only even for the superuser")
+def test_a_target_that_cannot_be_written_is_told_and_nothing_is_there(folder):
+    for action in (
+        lambda: import_checkpoint(find(folder), Path("/sys/kernel/out"), Layout(), Options()),
+        lambda: export_checkpoint(find(folder), Path("/sys/kernel/out"), Options()),
+    ):
+        refusal = r"\((Operation not permitted|Permission denied|Read-only file system)\); /sys/kernel/out is as it was"
+        with pytest.raises(CheckpointError, match=rf"cannot write /sys/kernel/out {refusal}"):
+            action()
+    assert not list(Path("/sys/kernel").glob("*out*"))
+
+
+def test_links_in_a_circle_among_the_files_are_told(folder, tmp_path):
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to(weights)
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"):
+        import_checkpoint(find(folder), tmp_path / "out", Layout(), Options())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"lists model\.safetensors, which .* lacks"):
+        import_checkpoint(find(folder), tmp_path / "out", Layout(), Options())
+    config.unlink()
+    config.symlink_to(config)
+    with pytest.raises(CheckpointError, match=r"it has neither config\.json"):
+        find(folder)
+
+
 def test_a_circle_of_links_is_told(tmp_path):
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")

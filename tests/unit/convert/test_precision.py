@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save_model
 
+from moerl.__main__ import main
 from moerl.convert.building import num_not_finite
 from moerl.convert.exports import export_checkpoint
 from moerl.convert.imports import Options, import_checkpoint
@@ -74,14 +75,17 @@ def test_a_value_that_does_not_fit_is_refused(folder, tmp_path):
     assert not (tmp_path / "shards").exists()
 
 
-def test_what_is_not_finite_is_kept_and_told(folder, tmp_path):
+def test_what_is_not_finite_is_kept_and_told(folder, tmp_path, capsys):
     name = "model.layers.0.mlp.up_proj.weight"
     edit(folder, lambda t: t[name].view(-1).__setitem__(slice(2, 4), torch.tensor([torch.nan, -torch.inf])))
     built = import_checkpoint(find(folder), tmp_path / "shards", Layout(), Options())
     assert built is not None
     assert list(built.not_finite.values()) == [2]
     assert json.loads((tmp_path / "shards" / "manifest.json").read_text())["not_finite"] == built.not_finite
-    export_checkpoint(find(tmp_path / "shards"), tmp_path / "back", Options())
+    assert main(["convert", "export", str(tmp_path / "shards"), str(tmp_path / "back")]) == 0
+    assert f"warning: {name} has 2 values that are not finite; they were written as they are" in " ".join(
+        capsys.readouterr().out.split()
+    )
     made = load_file(tmp_path / "back" / "model.safetensors")[name].view(-1)
     assert made[2].isnan()
     assert made[3] == -torch.inf

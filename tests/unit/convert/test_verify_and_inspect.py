@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,11 @@ import pytest
 import torch
 from conversions import save_run
 from safetensors.torch import load_file, save_file
-from tiny_models import save_model
+from tiny_models import KINDS, make_model, save_model
 
 from moerl.__main__ import main
 from moerl.commands.convert import add_arguments, num_bytes
-from moerl.convert.compare import compare_forwards, compare_weights
+from moerl.convert.compare import Forward, Said, compare_forwards, compare_weights, largest_gap
 from moerl.convert.exports import export_checkpoint
 from moerl.convert.imports import Options, import_checkpoint
 from moerl.convert.layouts import Layout
@@ -85,12 +86,13 @@ def test_another_network_is_told_by_its_settings_and_tensors(folder, tmp_path):
 def test_both_say_the_same_of_random_tokens(folder, shards):
     forward = compare_forwards(find(folder), find(shards), num_tokens=40, seed=1)
     assert forward.by == ("transformers", "megatron")
-    assert forward.logprob_gap <= 1e-5
+    assert forward.gap.size <= 1e-5
+    assert forward.differences(1e-5) == []
     assert (forward.routes_differing, forward.num_routes) == (0, 40 * 4 * 3)
-    assert forward.num_logprobs == 39 * 54
+    assert forward.num_logits == 40 * 54
     again = compare_forwards(find(folder), find(folder), num_tokens=40, seed=1)
     assert again.by == ("transformers", "megatron")
-    assert again.logprob_gap == forward.logprob_gap
+    assert again.gap == forward.gap
 
 
 def test_a_wrong_mapping_shows_in_the_forward(folder, tmp_path):
@@ -101,7 +103,88 @@ def test_a_wrong_mapping_shows_in_the_forward(folder, tmp_path):
     other = save_model(tmp_path / "other", "softmax")
     edit(other, swap)
     assert {name for name, _ in found(folder, other)} == {NAME, NAME.replace("up_proj", "gate_proj")}
-    assert compare_forwards(find(folder), find(other), num_tokens=64, seed=0).logprob_gap > 1e-4
+    assert compare_forwards(find(folder), find(other), num_tokens=64, seed=0).gap.size > 1e-4
+
+
+def test_rows_of_the_head_that_changed_places_show_in_the_forward(folder, tmp_path, capsys):
+    """A softmax over all of them is the same, and so is what it says of every other token."""
+
+    def swap(tensors):
+        tensors["lm_head.weight"][[11, 47]] = tensors["lm_head.weight"][[47, 11]]
+
+    other = save_model(tmp_path / "other", "softmax")
+    edit(other, swap)
+    forward = compare_forwards(find(folder), find(other), num_tokens=8, seed=0)
+    assert forward.gap.token in (11, 47)
+    assert forward.gap.size > 0.05
+    assert (forward.routes_differing, forward.first_route) == (0, None)
+    ((name, what),) = [(one.name, one.what) for one in forward.differences(1e-5)]
+    assert name == f"logit of token {forward.gap.token} after position {forward.gap.position}"
+    assert what.startswith(f"{forward.gap.logits[0]:.6g} and {forward.gap.logits[1]:.6g}, ")
+    assert main(["convert", "verify", str(folder), str(other), "--tokens", "8", "--no-forward"]) == 1
+    assert "logit of token" not in capsys.readouterr().out
+    assert main(["convert", "verify", str(folder), str(other), "--tokens", "8"]) == 1
+    told = capsys.readouterr().out
+    assert f"{name} " in told
+    assert f"those of token {forward.gap.token} after position {forward.gap.position}: {what}, allowed 1e-05" in told
+
+
+def test_routes_that_differ_are_told_with_the_first_of_them(folder, tmp_path):
+    other = save_model(tmp_path / "other", "softmax")
+    edit(other, lambda t: t["model.layers.2.mlp.gate.weight"].neg_())
+    forward = compare_forwards(find(folder), find(other), num_tokens=8, seed=0)
+    assert forward.routes_differing > 0
+    assert forward.first_route == (0, 2)
+    name, what = forward.differences(1.0)[-1].name, forward.differences(1.0)[-1].what
+    assert (name, what.endswith("differ, the first at position 0 in MoE layer 2")) == ("routes", True)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize("place", [(0, 0), (4, 6), (9, 1)])
+def test_the_largest_gap_is_found_wherever_it_is_in_bounded_memory(rows, place):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(10, 5, generator=generator), torch.randn(7, 5, generator=generator)
+    asked = []
+
+    def head(given):
+        asked.append(len(given))
+        return given @ weight.t()
+
+    apart = torch.zeros(10, 7)
+    apart[place], apart[5, 5] = -2.0, 1.0
+    starts = iter(range(0, 10, rows))
+
+    def other(given):
+        start = next(starts)
+        return given @ weight.t() + apart[start : start + len(given)]
+
+    gap = largest_gap(Said(hidden, head, None), Said(hidden, other, None), max_logits=7 * rows + 6)
+    logits = hidden @ weight.t()
+    assert max(asked) == min(rows, 10)
+    scaled = apart.abs() / (1 + logits.abs().amax(1, keepdim=True))
+    assert (gap.position, gap.token) == divmod(int(scaled.argmax()), 7)
+    assert gap.size == pytest.approx(float(scaled.max()), rel=1e-5)
+    assert gap.logits == pytest.approx(
+        (float(logits[gap.position, gap.token]), float((logits + apart)[gap.position, gap.token]))
+    )
+
+
+def test_a_logit_that_is_no_number_is_the_largest_gap():
+    hidden, logits = torch.zeros(2, 3), torch.tensor([[0.0, 1, 2, 3], [4, 5, 6, 7]])
+    broken = logits.clone()
+    broken[0, 1], broken[1, 2] = 100, torch.nan
+    gap = largest_gap(Said(hidden, lambda rows: logits[: len(rows)], None), Said(hidden, lambda _: broken, None))
+    assert (math.isnan(gap.size), gap.position, gap.token) == (True, 1, 2)
+    assert len(Forward(gap, 8, 0, 0, None, ("a", "b")).differences(1e9)) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_model_is_its_backbone_and_its_head(kind):
+    """Which `verify` takes apart, so that not all logits exist at once."""
+    model, tokens = make_model(kind), torch.arange(0, 54, 5)
+    with torch.no_grad():
+        hidden = model.base_model(tokens[None], use_cache=False).last_hidden_state[0]
+        assert torch.equal(model.get_output_embeddings()(hidden), model(tokens[None], use_cache=False).logits[0])
 
 
 def test_the_command_exits_by_what_it_found(folder, shards, capsys):

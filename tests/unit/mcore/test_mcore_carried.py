@@ -11,6 +11,8 @@ import pytest
 import torch
 from prediction_layers import save_fp8_with_prediction, save_with_prediction
 from quantised_folders import read_files
+from safetensors.torch import save_file
+from tiny_models import save_model
 from torch import Tensor
 
 from moerl.config.schema import CheckpointSection, ModelSection, RunConfig
@@ -117,3 +119,28 @@ def test_a_model_that_began_from_random_weights_has_none(folder, kit, tmp_path):
     export_weights(settings(folder, "fp32", "random"), tmp_path / "hf", kit.make_policy(folder), is_leader=True)
     assert not predicted(read_files(tmp_path / "hf"))
     assert json.loads((tmp_path / "hf" / "moerl_manifest.json").read_text())["carried"] == {}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_head_that_repeats_the_embedding_is_the_embedding_that_was_trained(kit, tmp_path, dtype):
+    """A copy of what `model.path` has under the second name would be older than the model."""
+    source = save_model(tmp_path / "hf", "dense_first", tie_word_embeddings=True)
+    original = read_files(source)
+    head = {"lm_head.weight": original["model.embed_tokens.weight"].clone()}
+    save_file(original | head, source / "model.safetensors", metadata={"format": "pt"})
+    import_checkpoint(find(source), tmp_path / "shards", Layout(tensor=2, pipeline=2), Options())
+    for place in (source, tmp_path / "shards"):
+        policy = kit.make_policy(place)
+        with torch.no_grad():
+            for tensor in policy._weights.local.values():
+                tensor.add_(1)  # as if it were trained
+        out = tmp_path / f"of_{place.name}"
+        export_weights(settings(place, dtype), out, policy, is_leader=True)
+        found = read_files(out)
+        assert found.keys() == original.keys() | head.keys()
+        assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+        assert not torch.equal(found["lm_head.weight"].float(), head["lm_head.weight"])
+        assert json.loads((out / "moerl_manifest.json").read_text())["repeated"] == {
+            "lm_head.weight": "model.embed_tokens.weight"
+        }
+        assert not damaged_files(find(out))

@@ -1,10 +1,11 @@
-"""The learner of every kind of model against transformers itself: logprobs, routes and gradients, alone."""
+"""The learner of every kind of model against transformers itself: logits, routes and gradients, alone."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import KINDS, forward_of, make_model, save_model
+from tiny_models import KINDS, forward_of, logits_of, logprobs_of, make_model, save_model
+from whole_rows import logprobs_and_logits
 
 from moerl.errors import ConfigError
 from moerl.models.family import family_of
@@ -26,18 +27,38 @@ def micro(kit):
     return kit.make_micro([5, 1, 17, 9], vocab=54)
 
 
-def test_logprobs_and_routes_equal_transformers(kit, both, micro):
+def test_logits_and_routes_equal_transformers(kit, both, micro):
     """Megatron-LM 955: a softmax over the chosen and a choice after the softmax are two models."""
     model, folder = both
     policy = kit.make_policy(folder)
     with torch.no_grad():
-        logprobs, routes = forward_of(model, micro)
-    assert (policy.logprobs(micro) - logprobs).abs().max() < 1e-5
+        logits, routes = logits_of(model, micro)
+    ours, rows = logprobs_and_logits(policy, micro)
+    assert rows is not None
+    assert rows.shape == logits.shape == (32, 54)
+    assert (rows - logits).abs().max() < 1e-5
+    assert (ours - logprobs_of(logits, micro)).abs().max() < 1e-5
     if not routes.numel():  # no experts
         return
     live = torch.nonzero(micro.mask & (micro.position_ids > 0))[:, 0] - 1
     (stats,) = policy.observe([micro])
     assert torch.equal(stats.own_routes.sort(-1).values, routes[live].sort(-1).values)
+
+
+def test_rows_of_the_head_that_changed_places_show_in_the_logits(kit, tmp_path, micro):
+    """A softmax over all of them is the same, so logprobs of other tokens are blind to it."""
+    model = make_model("softmax")
+    with torch.no_grad():
+        logits, _ = logits_of(model, micro)
+    first, second = sorted(set(range(54)) - set(micro.token_ids.tolist()))[:2]
+    rows = model.lm_head.weight.data
+    rows[[first, second]] = rows[[second, first]]
+    model.save_pretrained(tmp_path)
+    logprobs, wrong = logprobs_and_logits(kit.make_policy(tmp_path), micro)
+    assert (logprobs - logprobs_of(logits, micro)).abs().max() < 1e-5
+    gap = (wrong - logits).abs().amax(0)
+    assert set(torch.nonzero(gap > 1e-3)[:, 0].tolist()) == {first, second}
+    assert gap[[first, second]].min() > 0.1
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
