@@ -24,6 +24,8 @@ class World:
     local_rank: int = 0
     """Among those of this node."""
     local_size: int = 1
+    launch: str = ""
+    """Equal in the processes of one launch, another one's is different; "" where no launcher says it."""
 
     @property
     def is_alone(self) -> bool:
@@ -51,7 +53,9 @@ def launched_world(environment: Mapping[str, str] = os.environ) -> World:
             f"the environment has {', '.join(wrong)}, but WORLD_SIZE is set as if a launcher had started this process; "
             "start several processes with torchrun, and one with WORLD_SIZE unset"
         )
-    return World(*(int(environment[name]) for name in names))
+    said = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    launch = " ".join(environment[name] for name in said if name in environment)
+    return World(*(int(environment[name]) for name in names), launch)
 
 
 def let_the_first_speak(world: World) -> None:

@@ -1,7 +1,8 @@
 """A folder that is built file by file: by threads and processes, resumed where a kill left it, and there all at once.
 
 `OUT` grows as `.OUT.converting/folder`; a file that is whole has a note beside it with its size and checksum. Processes
-share nothing but this folder: file i is made by process i modulo their number, and the first one finishes it.
+share nothing but this folder: file i is made by process i modulo their number, and the first one finishes it. The
+others write nothing before the first one, which holds the lock, has named their launch: those of a second one never do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +35,8 @@ from moerl.world import World
 logger = logging.getLogger(__name__)
 
 PLAN = "plan.json"
+CLAIM, SEEN = "claim", "seen"
+"""The launch at work, and a mark of each of its other processes that has come to know of it."""
 SPARE_BYTES = 64 * 2**20
 """Left free on the disk beyond what is written."""
 DESPITE = "use another copy, or --skip-checksums to read it all the same"
@@ -167,6 +170,7 @@ class Building:
                 resumed = sum(self._note(i) is not None for i in range(len(self._files)))
                 self._make_own(make, threads, show)
                 if self._world.rank:
+                    self._mark()
                     return None
                 built = self._gathered(resumed, started, threads)
                 finish(self._folder, built)
@@ -199,6 +203,9 @@ class Building:
             raise ConfigError(
                 f"another process is converting into {self.out}; wait for it or choose another target"
             ) from error
+        (self._root / CLAIM).unlink(missing_ok=True)
+        shutil.rmtree(self._root / SEEN, ignore_errors=True)
+        (self._root / SEEN).mkdir()
         try:
             yield
         finally:
@@ -207,23 +214,31 @@ class Building:
             os.close(handle)
 
     def _prepare(self) -> None:
-        path = self._root / PLAN
+        path, claim = self._root / PLAN, self._root / CLAIM
         if self._world.rank:
             _wait_for(
-                lambda: path.is_file() and path.read_text() == self._plan, f"the first process to plan {self.out}"
+                lambda: (_text(claim), _text(path)) == (self._world.launch, self._plan),
+                f"the first process to plan {self.out}",
             )
+            self._mark()
             return
-        if not path.is_file() or path.read_text() != self._plan:
+        if _text(path) != self._plan:
             path.unlink(missing_ok=True)
             for folder in (self._folder, self._root / "notes"):
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
             self._refuse_small_disk()
-            fresh = path.with_suffix(".new")
-            fresh.write_text(self._plan)
-            fresh.rename(path)
+            _write(path, self._plan)
         else:
+            for half in self._folder.glob(".*.part"):  # of a process that was killed
+                half.unlink()
             self._refuse_small_disk()
+        _write(claim, self._world.launch)
+
+    def _mark(self) -> None:
+        """Tell the first process that this one knows of it; it may have finished with the folder by now."""
+        with suppress(FileNotFoundError):
+            (self._root / SEEN / str(self._world.rank)).touch()
 
     def _refuse_small_disk(self) -> None:
         needed = sum(file.num_bytes for i, file in enumerate(self._files) if self._note(i) is None) + SPARE_BYTES
@@ -252,7 +267,8 @@ class Building:
 
     def _make(self, number: int, make: Callable[[int], Iterator[Tensor]], show: Show | None) -> None:
         file, not_finite = self._files[number], {}
-        writer = TensorFileWriter(self._folder / file.name, file.tensors)
+        part = self._folder / f".{file.name}.{self._world.rank}-{os.getpid()}.part"
+        writer = TensorFileWriter(part, file.tensors)
         with writer, summed_reads() if self._held else nullcontext({}) as read:
             for described, tensor in zip(file.tensors, make(number), strict=True):
                 if self._is_stopped.is_set():
@@ -263,10 +279,9 @@ class Building:
                 writer.add(tensor)
                 if show is not None:
                     show.advance(described.num_bytes)
-        note = self._root / "notes" / f"{number}.json"
-        fresh = note.with_suffix(".new")
-        fresh.write_text(json.dumps({**writer.sum(), "not_finite": not_finite, "read": read}))
-        fresh.rename(note)
+        note = {**writer.sum(), "not_finite": not_finite, "read": read}
+        part.rename(self._folder / file.name)
+        _write(self._root / "notes" / f"{number}.json", json.dumps(note))
 
     def _note(self, number: int) -> dict[str, Any] | None:
         """What is known of a file that is whole; None where it is not."""
@@ -290,6 +305,8 @@ class Building:
 
         while left := missing():
             _wait_for(lambda before=left: missing() < before, f"other processes to write files of {self.out}")
+        others = [self._root / SEEN / str(rank) for rank in range(1, self._world.size)]
+        _wait_for(lambda: all(mark.exists() for mark in others), f"all processes to see that {self.out} is being made")
         self._hold([notes[i]["read"] for i in sorted(notes)], threads)
         sums = {self._files[i].name: {key: notes[i][key] for key in ("bytes", PARTS_SUM)} for i in sorted(notes)}
         broken = {name: count for i in sorted(notes) for name, count in notes[i]["not_finite"].items()}
@@ -316,6 +333,21 @@ class Building:
         if damage:
             shutil.rmtree(self._root, ignore_errors=True)  # it was made of what is not to be trusted
             raise CheckpointError(f"{damage[0]}; {DESPITE}")
+
+
+def _text(path: Path) -> str | None:
+    """None where there is none, or not any more."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _write(path: Path, text: str) -> None:
+    """There at once, or not at all."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.rename(path)
 
 
 def _wait_for(is_true: Callable[[], bool], what: str) -> None:

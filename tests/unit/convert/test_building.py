@@ -6,7 +6,9 @@ import json
 import resource
 import shutil
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from conversions import convert
 from safetensors.torch import load_file, save_file
 from tiny_models import save_model
 
+from moerl.convert import building
 from moerl.convert.building import Building, PlannedFile
 from moerl.convert.exports import export_checkpoint
 from moerl.convert.imports import Options, import_checkpoint
@@ -22,6 +25,7 @@ from moerl.convert.layouts import Layout
 from moerl.convert.places import find
 from moerl.errors import CheckpointError, ConfigError, DataError
 from moerl.tensor_file import Described
+from moerl.world import World
 
 
 @pytest.fixture
@@ -160,6 +164,47 @@ def test_processes_share_the_files(folder, tmp_path):
     import_checkpoint(find(folder), tmp_path / "alone", Layout(), Options(max_file_bytes=20_000))
     for name, content in contents(tmp_path / "alone").items():
         assert name == "manifest.json" or contents(tmp_path / "shards")[name] == content, name
+
+
+def test_a_process_without_a_file_to_make_may_come_last(tmp_path, monkeypatch):
+    """The first one waits until all have seen it, and takes nothing away from under them."""
+    monkeypatch.setattr(building, "PATIENCE_SECONDS", 30.0)
+    work = Slowly(1)
+    first, second = (Building(tmp_path / "out", work.files, {}, world=World(rank, 2)) for rank in range(2))
+    with ThreadPoolExecutor() as pool:
+        built = pool.submit(first.build, work.make, lambda *_: None)
+        time.sleep(0.3)
+        assert not built.done()
+        assert pool.submit(second.build, work.make, lambda *_: None).result(20) is None
+        assert built.result(20) is not None
+    assert load_file(tmp_path / "out" / "f0")["x"].tolist() == [0.0] * 4
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_processes_of_another_launch_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "PATIENCE_SECONDS", 1.0)
+    work, other = Slowly(2), Slowly(2)
+    halfway, go_on = threading.Event(), threading.Event()
+
+    def make(number: int):
+        halfway.set()
+        assert go_on.wait(20)
+        yield from work.make(number)
+
+    def started(launch: str, rank: int) -> Building:
+        return Building(tmp_path / "out", work.files, {}, world=World(rank, 2, launch=launch))
+
+    with ThreadPoolExecutor() as pool:
+        ours = [pool.submit(started("a", rank).build, make, lambda *_: None) for rank in range(2)]
+        assert halfway.wait(20)
+        with pytest.raises(ConfigError, match="another process is converting"):
+            started("b", 0).build(other.make, lambda *_: None)
+        with pytest.raises(CheckpointError, match="waited 1 s for the first process to plan"):
+            started("b", 1).build(other.make, lambda *_: None)
+        go_on.set()
+        assert [one.result(20) is None for one in ours] == [False, True]
+    assert other.made == []
+    assert sorted(work.made) == [0, 1]
 
 
 def test_a_full_disk_leaves_nothing_but_what_can_go_on(folder, tmp_path):
