@@ -11,6 +11,7 @@ then `--survivors` with all of them.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import re
 import resource
@@ -48,6 +49,7 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 def put_in_place(path: Path, source: str) -> int:
     """Gives the functions of the module at `path` the code of `source`; how many of them differ."""
+    importlib.import_module(".".join(path.with_suffix("").parts))  # a folder of plugins is read on first use
     name = str(path.resolve())
     found = {(code.co_qualname, code.co_firstlineno): code for code in codes_in(compile(source, name, "exec"))}
     changed = 0
@@ -135,21 +137,32 @@ class Loop:
             return status, pipe.read() or ("" if status in (PASSED, OUTSIDE) else f"ended with status {status}")
 
     def _anew(self, path: Path, text: str, mutant: str) -> tuple[int, str]:
-        ordered = sorted(self.arguments, key=lambda argument: not speaks_of(path.stem, Path(argument)))
-        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # a mutant's must not outlive it
+        near = [argument for argument in self.arguments if speaks_of(path.stem, Path(argument))]
+        far = [argument for argument in self.arguments if argument not in near]
+        options = [argument for argument in far if not argument.endswith(".py")]
         stat = path.stat()
         try:
             path.write_text(mutant)
-            done = subprocess.run(
-                [sys.executable, "-m", "pytest", *ordered], env=environment, capture_output=True, text=True, check=False
-            )
+            status, said = pytest_alone([*options, *near]) if near else (PASSED, "")
+            return (status, said) if status else pytest_alone(far)
         finally:
             path.write_text(text)
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        failed = re.search(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE)
-        if done.returncode and not failed:
-            raise RuntimeError(f"pytest could not run the tests:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return done.returncode, failed.group() if failed else ""
+
+
+def pytest_alone(arguments: list[str]) -> tuple[int, str]:
+    """pytest's status in a process of its own, and the first test that failed.
+
+    Raises:
+        RuntimeError: something else than a test failed, which says nothing about a mutant.
+    """
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # a mutant's must not outlive it
+    command = [sys.executable, "-m", "pytest", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    failed = re.search(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE)
+    if done.returncode and not failed:
+        raise RuntimeError(f"pytest could not run the tests:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode, failed.group() if failed else ""
 
 
 def first_failure(test: pytest.Item) -> str:
