@@ -1,9 +1,10 @@
-"""Chooses which mutants of a cosmic-ray session are run: `python tools/mutation/sample.py SESSION [--count 600]`.
+"""Chooses which mutants of a cosmic-ray session are run: `python tools/mutation/sample.py SESSION --count N --seed N`.
 
 Left out are mutants of annotations and decorators, an order of names (`kind <= "k1"`), the star of a signature, and
 replacements that only raise a type error (a shift of floats): they say nothing about a number, and would raise or lower
-the score without a meaning. Of the rest those run whose name has the smallest hash, so that a change to one file hardly
-moves the sample of the others.
+the score without a meaning. Of the rest those run whose name, with the seed before it, has the smallest hash: the same
+in every session of the same code, and a change to one file hardly moves the sample of the others. A new score takes a
+new seed, for the tests have learned the mutants of the old one.
 """
 
 from __future__ import annotations
@@ -90,11 +91,12 @@ class Sample(FilterApp):
 
     def add_args(self, parser: ArgumentParser) -> None:
         parser.add_argument("--count", type=int, default=600, help="mutants to run at most")
+        parser.add_argument("--seed", default="", help="any word; another one draws other mutants")
 
     def filter(self, work_db: WorkDB, args: Namespace) -> None:
         items = list(work_db.pending_work_items)
         meaningful = [item for item in items if all(is_meaningful(m) for m in item.mutations)]
-        chosen = sorted(meaningful, key=lot)[: args.count]
+        chosen = sorted(meaningful, key=lambda item: lot(item, args.seed))[: args.count]
         kept = {item.job_id for item in chosen}
         for item in items:
             if item.job_id not in kept:
@@ -102,11 +104,11 @@ class Sample(FilterApp):
         print(f"{len(items)} mutants, {len(meaningful)} meaningful, {len(kept)} chosen")
 
 
-def lot(item: WorkItem) -> str:
-    """The same for a mutant in every session."""
+def lot(item: WorkItem, seed: str) -> str:
+    """The same for a mutant in every session with this seed."""
     mutation = item.mutations[0]
     name = f"{mutation.module_path} {mutation.definition_name} {mutation.operator_name} {mutation.occurrence}"
-    return hashlib.sha256(name.encode()).hexdigest()
+    return hashlib.sha256((seed + name).encode()).hexdigest()
 
 
 if __name__ == "__main__":

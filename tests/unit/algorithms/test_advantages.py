@@ -150,6 +150,13 @@ def test_group_without_spread_gets_exact_zeros(name):
     assert metrics["advantage/zero_variance_groups"] == 1
 
 
+@pytest.mark.parametrize(("node", "size"), [({"name": "rank"}, 2.0), ({"name": "best_worst"}, 1.0)])
+def test_a_group_without_spread_does_not_end_the_ranking(node, size):
+    section = AdvantageSection(center="none", scale="none", transform=node)
+    advantages, _ = credit(section, [0.5, 0.5, 1.0, 0.0], [0, 0, 1, 1])
+    assert advantages.tolist() == [0.0, 0.0, size, -size]
+
+
 def test_batch_without_spread_gets_exact_zeros():
     cfg = AdvantageSection(center="batch_mean", scale="batch_std_raw")
     advantages, _ = credit(cfg, [1 / 3] * 5, [0, 0, 1, 1, 1])

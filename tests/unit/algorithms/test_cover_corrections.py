@@ -149,6 +149,37 @@ def test_the_unified_mask_drops_only_where_the_clip_would():
     assert (result.gradient != 0).tolist() == [True, False, True, True, False, True, True, False, False]
 
 
+SCORE = {"form": "score"}
+REGIONS = {
+    "clip": {"trust": {"name": "clip"}},
+    "dual clip and delta": {"trust": {"name": "clip", "dual_c": 1.5, "delta": 1.4}},
+    "gmpo": {"level": "geo_clip", "trust": {"name": "log_clip"}},
+    "cispo": {**SCORE, "trust": {"name": "is_clip", "min": 0.8, "max": 1.2, "mask": True}},
+    "minirl": {**SCORE, "trust": {"name": "ratio_mask"}},
+    "dppo": {**SCORE, "anchor": "rollout", "trust": {"name": "div_mask", "delta": 0.01}},
+    "dppo, both sides": {
+        **SCORE,
+        "anchor": "rollout",
+        "trust": {"name": "div_mask", "delta": 0.01, "one_sided": False},
+    },
+    "dcpo": {"trust": {"name": "dyn_clip", "dual_c": 1.5}},
+    "sapo": {"trust": {"name": "soft_gate"}},
+    "ctpo": {"level": "prefix_prod", "trust": {"name": "position_clip"}},
+    "vespo": {**SCORE, "level": "seq_prod", "trust": {"name": "gamma_kernel", "k_neg": 1.5}},
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_of_an_advantage_a_trust_region_reads_the_sign_and_its_size_is_a_factor(name):
+    log_ratios = [*LOG_RATIOS, 1.0, -1.0]
+    signs = [*ADVANTAGES, -1.0, 1.0]
+    unit = evaluate(signs, log_ratios, [0.0] * 9, **REGIONS[name])
+    for size in (0.25, 4.0):
+        sized = evaluate([size * sign for sign in signs], log_ratios, [0.0] * 9, **REGIONS[name])
+        assert (sized.gradient / size).tolist() == pytest.approx(unit.gradient.tolist(), rel=1e-12)
+        assert sized.metrics == pytest.approx(unit.metrics, rel=1e-12)
+
+
 @pytest.mark.parametrize(("low", "high"), [(-25.0, 3.0), (-3.0, 25.0), (-20.0, 25.0), (-25.0, 20.0), (-25.0, 25.0)])
 def test_a_log_ratio_is_held_on_each_side_alone(low, high):
     values = torch.tensor([low, 0.5, high], dtype=torch.float64, requires_grad=True)

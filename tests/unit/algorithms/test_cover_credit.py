@@ -52,6 +52,13 @@ def test_shaping_that_is_not_finite_leaves_the_row_unscored():
     assert to_floats(metrics)["advantage/unscored"] == 1
 
 
+def test_a_row_that_nobody_scored_makes_no_component_of_shaping():
+    """With eps 0 a component without spread would be 0 / 0."""
+    decoupled = {"name": "decoupled", "batch_norm": False}
+    section = AdvantageSection(center="none", scale="batch_std_raw", eps=0.0, transform=decoupled)
+    assert group_advantages(section, credit_inputs([1.0, 0.0, math.nan]))[0].tolist() == [2.0, 0.0, 0.0]
+
+
 def test_leave_one_out_of_two_three_and_one():
     section = AdvantageSection(center="group_loo", scale="none")
     found, _ = group_advantages(section, credit_inputs([1.0, 0.0, 1.0, 0.0, 0.5, 2.0], [0, 0, 1, 1, 1, 2]))

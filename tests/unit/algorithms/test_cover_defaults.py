@@ -75,14 +75,17 @@ REFUSED = [
     (trust_regions, {"name": "dyn_clip", "dual_c": 1.0}, r"trust.dual_c is 1.0; set it above 1"),
     (trust_regions, {"name": "ratio_mask", "cap": 1.0}, r"trust.cap is 1.0; set it above 1"),
     (trust_regions, {"name": "is_clip", "max": 0.5}, r"trust.max is 0.5"),
+    (trust_regions, {"name": "is_clip", "min": -0.1}, r"trust.min is -0.1; set it between 0 and 1"),
     (trust_regions, {"name": "log_clip", "hi": -0.1}, r"trust.hi is -0.1"),
     (trust_regions, {"name": "soft_gate", "tau_pos": 0.0}, r"trust.tau_pos is 0.0; set it above 0"),
     (trust_regions, {"name": "gamma_kernel", "k_pos": 0.0}, r"trust.k_pos is 0.0; set it above 0"),
     (corrections, {"name": "icepop", "min": 5.0}, r"correction.max is 5.0; set it above 5"),
     (corrections, {"name": "rs", "max_ratio": 1.0}, r"correction.max_ratio is 1.0; set it above 1"),
     (corrections, {"name": "tis", "cap": 0.0}, r"correction.cap is 0.0; set it above 0"),
+    (corrections, {"name": "seq_mask_tis", "cap": 0.0}, r"correction.cap is 0.0; set it above 0"),
     (token_weights, {"name": "top_entropy", "q": 0.0}, r"token_weight.q is 0.0; set it above 0"),
     (schedules, {"name": "lopti", "eta": 1.5}, r"schedule.eta is 1.5; set it between 0 and 1"),
+    (advantage_posts, {"name": "clamp", "limit": 0.0}, r"post.limit is 0.0; set it above 0"),
 ]
 
 

@@ -94,6 +94,18 @@ def test_a_loss_that_promises_its_slope_must_give_it(batch_v, monkeypatch):
         trust_regions._plugins.update(before)
 
 
+def test_a_field_that_a_loss_asks_for_twice_is_asked_for():
+    before = dict(trust_regions._plugins)
+    try:
+        asks = {"form": "ratio", "needs": ("entropy",), "needs_of": lambda cfg: ("entropy", "ref_logprobs")}
+        trust_regions.register("asks_twice", NoTrustConfig, **asks)(unbounded)
+        objective = build_objective(AlgorithmSection(trust={"name": "asks_twice"}))
+        assert objective.needs == {"old_logprobs", "entropy", "ref_logprobs"}
+    finally:
+        trust_regions._plugins.clear()
+        trust_regions._plugins.update(before)
+
+
 def test_no_correction_weighs_nothing_and_keeps_everything(batch_v):
     plugin, cfg = corrections.resolve({"name": "none"})
     found = plugin.target(uniform(batch_v, batch_v.now.clone().requires_grad_()), cfg)

@@ -71,6 +71,7 @@ def test_the_smaller_of_both_is_taken_and_a_tie_is_the_total():
     assert smoothed(new, total, 1).tolist() == [1.0, 1.0, 2.0]
     assert smoothed(new, total, 2).tolist() == [2.0, 2.0, 0.0]
     assert smoothed(torch.tensor([1.0]), torch.tensor([-1.0]), 1).tolist() == [1.0]
+    assert smoothed(torch.tensor([3.0]), torch.tensor([0.0]), 3).tolist() == [1.0]  # 2 by this visit, 1 by all of them
 
 
 def test_prompts_have_memories_of_their_own():
