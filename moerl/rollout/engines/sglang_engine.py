@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from moerl.errors import ConfigError, RolloutError
+from moerl.metrics import Last, Metrics
 from moerl.rollout.engine import ServedModel, engines
+from moerl.rollout.sglang.counts import Differences
 from moerl.types import Completion, SamplingParams, WeightBucket
 
 if TYPE_CHECKING:
@@ -125,6 +127,8 @@ class SglangEngine:
         self._dispatcher: Dispatcher | None = None
         self._updates: Updates | None = None
         self._watch: Watch | None = None
+        self._num_restarts = 0
+        self._differences = Differences()
 
     @property
     def policy_version(self) -> int:
@@ -132,13 +136,23 @@ class SglangEngine:
         return self._first_version if self._dispatcher is None else self._dispatcher.policy_version
 
     def counts(self) -> dict[str, int]:
-        """What happened since the start: completions, requests, retries, resumes, tokens, ejections and returns."""
+        """What happened since the start: `DispatchCounts`, and what became of servers."""
         if self._dispatcher is None:
             return {}
         members = self._dispatcher.pool.members
-        found = asdict(self._dispatcher.counts)
-        found["ejections"] = sum(member.num_ejections for member in members)
-        return {**found, "returns": sum(member.num_returns for member in members)}
+        return {
+            **asdict(self._dispatcher.counts),
+            "ejections": sum(member.num_ejections for member in members),
+            "returns": sum(member.num_returns for member in members),
+            "restarts": self._num_restarts,
+        }
+
+    def take_metrics(self) -> Metrics:
+        """`engine/<count>` since the last call, and `engine/fit_servers`, those that serve now; {} before the start."""
+        counts = self.counts()
+        if self._dispatcher is None:
+            return {}
+        return {**self._differences.take(counts), "engine/fit_servers": Last(float(len(self._dispatcher.pool.fit)))}
 
     async def generate(self, token_ids: np.ndarray, params: SamplingParams, request_id: str) -> Completion:
         """Continue `token_ids` [s]; while paused, or while every server is full, the request waits.
@@ -313,6 +327,7 @@ class SglangEngine:
             with self._restart_lock:
                 if launched is not None and index in launched.dead():
                     launched.restart(index)
+                    self._num_restarts += 1
 
         await asyncio.to_thread(restart)
 

@@ -15,7 +15,7 @@ from moerl.rollout.sglang.faults import FaultKind, ServerError, shown
 MAX_ANSWER_BYTES = 1 << 30
 """Beyond it an answer is given up. A token's routes are 4 bytes a layer and expert, and 4/3 of that as base64, so
 32,768 tokens of 48 layers x 8 experts take 67 MB, and 131,072 of 61 layers x 8 take 341 MB; logprobs and ids add some
-50 bytes a token. The largest that is ever asked for is a sampling mask of 4,096 ids at each of 32,768 steps, about 0.9 GB."""
+50 bytes a token. The largest that is ever asked for is a sampling mask of 4,096 ids at each of 32,768 steps: 0.9 GB."""
 MAX_WORDS_BYTES = 1 << 16
 """Of an answer that is no 200: its words are repeated cut, so the rest is not read."""
 
