@@ -151,6 +151,7 @@ class FakeApp:
         if state.num_restarts != restarts:
             return _cut(request)
         answer = running.answer(state.label)
+        state.counts["route_rows"] += running.rows_sent
         whole = orjson.dumps(answer)
         if not rules:
             state.last_answer = whole

@@ -69,6 +69,7 @@ class Partial:
             top_logprobs=self._top(),
             version_spans=spans,
             first_true_route=max((a.true_from for a in self.answers), default=0),
+            routes_from=self.params.routes_from if self.layout is not None and self.answers else 0,
         )
 
     def _text(self) -> np.ndarray:
@@ -77,8 +78,8 @@ class Partial:
         return np.concatenate([self.prompt, *(a.token_ids for a in self.answers)]).astype(np.int32)
 
     def _num_routed(self) -> int:
-        """Rows that are here: those of all tokens but the last, once anything ran."""
-        return len(self.prompt) + self.num_tokens - 1 if self.num_tokens else 0
+        """Rows that are here or with who asks: those of all tokens but the last, once anything ran."""
+        return len(self.prompt) + self.num_tokens - 1 if self.num_tokens else self.params.routes_from
 
     def _spans(self) -> tuple[tuple[int, int, int], ...]:
         spans: list[tuple[int, int, int]] = []
@@ -99,7 +100,7 @@ class Partial:
         for answer in self.answers:
             if answer.routes is None:
                 raise RolloutError("an answer with tokens came without routes")
-            start = len(self.prompt) + done - 1 if done else 0
+            start = len(self.prompt) + done - 1 if done else self.params.routes_from
             pieces.append((start, answer.routes))
             done += len(answer.token_ids)
         return LocalArray(pieces[0][1] if len(pieces) == 1 else join_routes(pieces))

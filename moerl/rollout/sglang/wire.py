@@ -93,6 +93,11 @@ def check_params(params: SamplingParams, prompt_length: int) -> None:
         raise RolloutError("the prompt has no tokens; check its row")
     if params.max_new_tokens < 1:
         raise RolloutError(f"max_new_tokens is {params.max_new_tokens}; a request needs room for at least 1 token")
+    if not 0 <= params.routes_from <= prompt_length:
+        raise RolloutError(
+            f"routes_from is {params.routes_from}, but must be a row of the prompt's {prompt_length} tokens, or the "
+            f"one after them"
+        )
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
         raise RolloutError(f"temperature is {params.temperature!r}, but must be 0 or a finite number above it")
     if params.temperature == 0:
