@@ -7,10 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moerl.build import build_run
 from moerl.configure import load
 from moerl.loop import train
+from moerl.rollout.engine import sample_seed
+from moerl.rollout.fake_engine.model import FakeModel
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
+from moerl.types import RolloutGroup
 
 SERVED = FakeEngineConfig(vocab_size=38, num_layers=2, num_experts=16, lengths="uniform:12,40", weight_version="0")
 """The shape of `configs/demo/policy`."""
@@ -40,10 +45,14 @@ def engine_of(urls: Sequence[str], **settings: Any) -> str:
     return f"rollout.engine={json.dumps(given)}"
 
 
+Watcher = Callable[[int, Sequence[RolloutGroup] | None], None]
+"""Told of (step, None) before a step's rollouts are taken, and of (step, groups) when they are there."""
+
+
 def served(
-    folder: Path, urls: Sequence[str], *overrides: str, on_step: Callable[[int], None] | None = None, **settings: Any
+    folder: Path, urls: Sequence[str], *overrides: str, watcher: Watcher | None = None, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Train, and return the rows of metrics.jsonl; `on_step` is told before each step's rollouts are taken."""
+    """Train, and return the rows of metrics.jsonl."""
     name = f"run.name={folder.name}"
     chosen = [*SMALL, engine_of(urls, **settings), f"run.output_dir={folder.parent}", name, *overrides]
     run = build_run(load("configs/demo/gspo.yaml", chosen))
@@ -51,9 +60,12 @@ def served(
     take = run.rooms.rollouts.take
 
     def told(step: int, version: int) -> Any:
-        if on_step is not None:
-            on_step(step)
-        return take(step, version)
+        if watcher is not None:
+            watcher(step, None)
+        groups, metrics = take(step, version)
+        if watcher is not None:
+            watcher(step, groups)
+        return groups, metrics
 
     run.rooms.rollouts.take = told
     try:
@@ -61,3 +73,21 @@ def served(
     finally:
         run.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_sampled_by(groups: Sequence[RolloutGroup], step: int, version: int) -> None:
+    """Every token and every row of routes is that of `version`, whichever server gave it, and none is missing."""
+    model = FakeModel(SERVED)
+    for group in groups:
+        for index, one in enumerate(group.trajectories):
+            prompt = len(group.prompt.token_ids)
+            key = model.key(sample_seed(0, step, group.prompt.prompt_id, index), prompt)
+            ids = model.tokens(str(version), key, prompt, one.response_length)[0]
+            if one.finish_reason == "stop":
+                ids[-1] = SERVED.eos_token_id
+            np.testing.assert_array_equal(one.token_ids[prompt:], ids)
+            assert one.response_length == min(24, model.answer_length(key, prompt))
+            assert one.version_spans == ((prompt, len(one.token_ids), version),)
+            assert one.routed_experts is not None
+            routes = model.routes(str(version), one.token_ids[:-1], 0)
+            np.testing.assert_array_equal(one.routed_experts.open()[:-1], routes)
