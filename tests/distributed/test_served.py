@@ -1,4 +1,4 @@
-"""Several processes train while rank 0 alone talks to the servers, over all data-parallel ranks and with replayed routes."""
+"""Several processes train with replayed routes while rank 0 alone talks to the servers."""
 
 from __future__ import annotations
 

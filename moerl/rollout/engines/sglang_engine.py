@@ -17,6 +17,7 @@ import numpy as np
 from moerl.errors import ConfigError, RolloutError
 from moerl.metrics import Last, Metrics
 from moerl.rollout.engine import ServedModel, engines
+from moerl.rollout.sglang.bridge import Bridge
 from moerl.rollout.sglang.counts import Differences
 from moerl.types import Completion, SamplingParams, WeightBucket
 
@@ -121,6 +122,7 @@ class SglangEngine:
         self._restart_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._bridge: Bridge | None = None
         self._starting: concurrent.futures.Future[None] | None = None
         self._closed = False
         self._clients: list[SglangClient] = []
@@ -163,7 +165,8 @@ class SglangEngine:
         """
         if self._closed:
             raise RolloutError(f"request {request_id}: the engine is closed")
-        await self._start()
+        if self._dispatcher is None:
+            await self._start()
         assert self._dispatcher is not None
         assert self._updates is not None
         if self._updates.is_released:
@@ -239,6 +242,7 @@ class SglangEngine:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
+                self._bridge = Bridge(self._loop)
                 self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
                 self._thread.start()
             if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
@@ -342,8 +346,10 @@ class SglangEngine:
             await self._dispatcher.close()
         for client in self._clients:
             await client.close()
+        assert self._bridge is not None
+        self._bridge.flush()
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run it on the engine's loop; cancelling here cancels it there."""
-        assert self._loop is not None
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        assert self._bridge is not None
+        return await self._bridge.run(coroutine)

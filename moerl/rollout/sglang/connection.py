@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
+from yarl import URL
 
 from moerl.errors import ConfigError
 from moerl.rollout.sglang.faults import FaultKind, ServerError, shown
@@ -54,6 +55,7 @@ class Connection:
         self._connect_seconds = connect_seconds
         self._max_answer_bytes = max_answer_bytes
         self._session: aiohttp.ClientSession | None = None
+        self._urls: dict[str, URL] = {}
 
     async def post(self, endpoint: str, body: Any, *, seconds: float | None, method: str = "POST") -> bytes:
         """Body of a 200 answer.
@@ -80,9 +82,8 @@ class Connection:
 
     async def _call(self, method: str, endpoint: str, data: bytes | None) -> bytes:
         try:
-            async with self._opened().request(
-                method, self.url + endpoint, data=data, allow_redirects=False
-            ) as response:
+            url = self._urls.get(endpoint) or self._urls.setdefault(endpoint, URL(self.url + endpoint))
+            async with self._opened().request(method, url, data=data, allow_redirects=False) as response:
                 status = response.status
                 body = await (self._whole(endpoint, response) if status == 200 else _beginning(response))
         except _LOST as error:

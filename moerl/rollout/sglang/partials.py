@@ -47,7 +47,9 @@ class Partial:
         """
         if self.left < 1:
             raise RolloutError(f"{self.num_tokens} of {self.budget} tokens are there; nothing is left to ask for")
-        params = replace(self.params, max_new_tokens=self.left, seed=(self.params.seed + self.num_tokens) % 2**63)
+        params = self.params
+        if self.num_tokens or params.max_new_tokens != self.left:
+            params = replace(params, max_new_tokens=self.left, seed=(params.seed + self.num_tokens) % 2**63)
         return WireRequest(rid, self._text(), params, None if self.layout is None else self._num_routed(), data_rank)
 
     def add(self, answer: Answer) -> None:
@@ -58,6 +60,8 @@ class Partial:
 
     def completion(self, finish_reason: FinishReason, version: int) -> Completion:
         """All of it as one; `version` where no token was sampled."""
+        if len(self.answers) == 1:
+            return self._of_one(self.answers[0], finish_reason)
         spans = self._spans()
         return Completion(
             token_ids=self._joined([a.token_ids for a in self.answers], np.int32),
@@ -70,6 +74,21 @@ class Partial:
             version_spans=spans,
             first_true_route=max((a.true_from for a in self.answers), default=0),
             routes_from=self.params.routes_from if self.layout is not None and self.answers else 0,
+        )
+
+    def _of_one(self, answer: Answer, finish_reason: FinishReason) -> Completion:
+        """The same where one request brought everything, as most do."""
+        return Completion(
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            finish_reason=finish_reason,
+            policy_version=answer.spans[-1][2],
+            routed_experts=self._routes(),
+            support=answer.support,
+            top_logprobs=answer.top_logprobs,
+            version_spans=answer.spans,
+            first_true_route=answer.true_from,
+            routes_from=self.params.routes_from if self.layout is not None else 0,
         )
 
     def _text(self) -> np.ndarray:
