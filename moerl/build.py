@@ -220,6 +220,7 @@ def _rooms(
         counts_empty=counts_empty(cfg.algorithm),
         states={**memory, "coefficients": token_credit} if token_credit.is_adaptive else memory,
         team=team,
+        measure_engines=around.measure_engines,
         export=lambda step: export_weights(cfg, export_folder(folder, step), policy, is_leader=team.is_leader),
     ), folder
 

@@ -29,7 +29,7 @@ from moerl.mcore.policy import MegatronPolicy
 from moerl.metrics import Metrics, merge_into
 from moerl.models.flops import peak_flops
 from moerl.probe import probe_samples
-from moerl.protocols import Rollouts, Team
+from moerl.protocols import Measured, Rollouts, Team
 from moerl.records import Records, RecordSettings
 from moerl.telemetry.profiler import ProfileWindow
 from moerl.telemetry.progress import Progress
@@ -50,6 +50,7 @@ class Side:
     draw_probe: Callable[[], list[Sample]]
     """Answers at the weights that were published last."""
     publish: Callable[[], Metrics]
+    measure_engines: Callable[[], Metrics] = dict
 
 
 def leading_side(
@@ -92,7 +93,14 @@ def leading_side(
         buffered.published(policy.version)
         return metrics
 
-    return Side(buffered.rollouts, give_credit, evaluator, draw_probe, publish)
+    def measure_engines() -> Metrics:
+        found: Metrics = {}
+        for engine in side.engines:
+            if isinstance(engine, Measured):
+                merge_into(found, engine.take_metrics())
+        return found
+
+    return Side(buffered.rollouts, give_credit, evaluator, draw_probe, publish, measure_engines)
 
 
 def following_side(policy: MegatronPolicy) -> Side:

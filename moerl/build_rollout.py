@@ -176,11 +176,21 @@ class RolloutSide:
 
 
 def build_rollout_side(
-    cfg: RunConfig, data: Data, *, load_weights: bool = False, on_span: Span | None = None
+    cfg: RunConfig,
+    data: Data,
+    *,
+    load_weights: bool = False,
+    on_span: Span | None = None,
+    place: Path | None = None,
 ) -> RolloutSide:
     """Engines without weights (the first publish brings them), or with those of `model.path`.
 
-    `on_span` is told of every group that is sampled for training.
+    Args:
+        cfg: of the run.
+        data: read.
+        load_weights: into engines of this process.
+        on_span: told of every group that is sampled for training.
+        place: for evaluation alone: where servers' logs and weights go, in place of the run's folder.
     """
     plugin, engine_cfg = engines.resolve(cfg.rollout.engine, where="rollout.engine")
 
@@ -197,9 +207,10 @@ def build_rollout_side(
     if "completions" in plugin.traits["injects"]:
         injected["completions"] = _completions(data.train)
     if "served_model" in plugin.traits["injects"]:
-        injected["served_model"] = served_model(cfg)
+        model = served_model(cfg)
+        injected["served_model"] = replace(model, run_folder=place, wants_routes=False) if place else model
     if "sender" in plugin.traits["injects"]:
-        injected["sender"] = weight_sender(cfg)
+        injected["sender"] = weight_sender(cfg, place)
     train_engine: RolloutEngine = plugin.target(engine_cfg, **injected)
     eval_engine = train_engine
     if is_supervised(cfg):
@@ -248,6 +259,13 @@ def _weights_of(cfg: RunConfig) -> Iterator[tuple[str, Tensor]]:
     hf = read_config(folder)
     source = open_weights(folder, family_of(hf, cfg.model.family), hf)
     return ((name, source.get(name)) for name in sorted(source.names()))
+
+
+def exported_weights(cfg: RunConfig) -> Iterator[tuple[str, Tensor]]:
+    """Of `model.path`, plain, the names that a learner publishes alone."""
+    hf = read_config(cfg.model.path)
+    wanted = {name for rule in family_of(hf, cfg.model.family).weight_rules(hf) for name in rule.hf_names}
+    return ((name, tensor) for name, tensor in _weights_of(cfg) if name in wanted)
 
 
 def side_with(cfg: RunConfig, data: Data, side: RolloutSide) -> RolloutSide:

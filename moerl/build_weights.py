@@ -21,8 +21,10 @@ from moerl.weight_sync.transport import WeightTransport, transports
 _BLOCK = [128, 128]
 
 
-def weight_sender(cfg: RunConfig) -> Any:
+def weight_sender(cfg: RunConfig, place: Path | None = None) -> Any:
     """What brings buckets to an engine's servers, as `weight_sync.transport` says.
+
+    `place` is where what is on its way lies; None: `weight_sync.folder`, or else the run's folder.
 
     Raises:
         ConfigError: the transport has none, or the precision does not fit the model's folder.
@@ -33,9 +35,10 @@ def weight_sender(cfg: RunConfig) -> Any:
             f"weight_sync.transport={plugin.name} reaches no server of rollout.engine={cfg.rollout.engine['name']}; "
             "set it to disk, tensor or distributed"
         )
-    folder = Path(cfg.weight_sync.folder) if cfg.weight_sync.folder else folder_of(cfg)
-    place = SenderPlace(folder / "engine_weights", Path(cfg.model.path), _quantisation(cfg))
-    return plugin.traits["sender"](transport_cfg, place)
+    folder = place or (Path(cfg.weight_sync.folder) if cfg.weight_sync.folder else folder_of(cfg))
+    return plugin.traits["sender"](
+        transport_cfg, SenderPlace(folder / "engine_weights", Path(cfg.model.path), _quantisation(cfg))
+    )
 
 
 def build_publisher(

@@ -59,8 +59,8 @@ def compare_templates(
             except DataError as error:
                 refused[name] = str(error)
         shared, everything = _task_ids(usable, refused)
-        side, subject = engine_with_weights(cfg, next(iter(usable.values())), run_folder=run_folder, step=step)
-        stack.callback(side.close)
+        data = next(iter(usable.values()))
+        side, subject = engine_with_weights(cfg, data, stack, run_folder=run_folder, step=step)
         values = {name: _evaluate(configs[name], data, side, shared) for name, data in usable.items()}
     extracts = {name: _extracts(configs[name]) for name in usable}
     return TemplateComparison(subject, values, extracts, refused, len(shared), len(everything - shared))

@@ -82,6 +82,8 @@ class Rooms:
     """What else a checkpoint holds: the memory of credit rules and of adaptive coefficients."""
     team: Team = field(default_factory=Alone)
     """The processes that walk the loop together."""
+    measure_engines: Callable[[], Metrics] = dict
+    """What engines count of their requests and servers, since the last call."""
     export: Callable[[int], None] = lambda step: None
     """Write the weights after a step as a Hugging Face folder."""
 
@@ -101,7 +103,7 @@ def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> N
             if schedule.evaluates(step):
                 with rooms.records.phase("evaluate"):
                     merge_into(metrics, rooms.evaluator.run())
-            rooms.records.step(step, metrics)
+            rooms.records.step(step, merge_into(metrics, rooms.measure_engines()))
             is_stopping = team.any(stop.requested)
             if schedule.saves(step) or is_stopping:
                 _save(rooms, step)
@@ -158,7 +160,7 @@ def _start(rooms: Rooms) -> int:
     with rooms.records.phase("evaluate"):
         merge_into(metrics, rooms.evaluator.run())
     rooms.start_probe()
-    rooms.records.step(0, metrics)
+    rooms.records.step(0, merge_into(metrics, rooms.measure_engines()))
     return 1
 
 

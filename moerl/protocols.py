@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -49,6 +49,15 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Stop what this engine started."""
+        ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """What an engine may have beside its six methods: something to say of every step."""
+
+    def take_metrics(self) -> Metrics:
+        """What happened since the last call, under `engine/`."""
         ...
 
 

@@ -107,6 +107,8 @@ class SamplingParams:
     seed: int = 0
     """Of this one completion; the same seed, weights and prompt give the same tokens whatever else is in the batch."""
     return_routes: bool = True
+    routes_from: int = 0
+    """First row of routes that is missing; an engine may leave out those before it (`Completion.routes_from`)."""
     top_logprobs: int = 0
     """Likeliest tokens of each step to return with their log-probabilities; 0 is none."""
 
@@ -123,8 +125,8 @@ class Completion:
     policy_version: int
     """Of the last token."""
     routed_experts: ArrayRef | None = None
-    """[p + s - 1, l, k] uint8 (int16 above 256 experts), p the prompt's length: every forward that ran; the last token
-    has none."""
+    """[p + s - 1 - routes_from, l, k] uint8 (int16 above 256 experts), p the prompt's length: every forward that ran,
+    from row `routes_from` on; the last token has none."""
     support: Support | None = None
     """[s] steps; None where the whole vocabulary was in the running."""
     top_logprobs: TopLogprobs | None = None
@@ -132,7 +134,10 @@ class Completion:
     version_spans: tuple[tuple[int, int, int], ...] = ()
     """(start, end, policy version) over the tokens, all of them; empty: every token is of `policy_version`."""
     first_true_route: int = 0
-    """Rows of `routed_experts` before it were computed again by newer weights than those that sampled."""
+    """Rows before it, counted from the prompt's first token, were computed again by newer weights than those that
+    sampled."""
+    routes_from: int = 0
+    """Row of the whole text that is the first of `routed_experts`; at most `SamplingParams.routes_from`."""
 
 
 @dataclass(frozen=True, slots=True)

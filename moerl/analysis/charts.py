@@ -249,6 +249,15 @@ SECTIONS: tuple[Section, ...] = (
                 kind="stack",
             ),
             Chart("Tokens per second", "", ("perf/rollout_tokens_per_second", "perf/learn_tokens_per_second")),
+            Chart(
+                "Servers",
+                "Requests that were sent again, late ones, aborted parts that went on; servers that left, came back or "
+                "were started anew.",
+                tuple(
+                    f"engine/{name}"
+                    for name in ("retries", "timeouts", "resumes", "ejections", "returns", "restarts", "fit_servers")
+                ),
+            ),
         ),
     ),
 )

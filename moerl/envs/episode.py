@@ -46,8 +46,8 @@ class Episode:
     """Prompt, sampled tokens and what was put between turns, so far. A completion continues the whole of `token_ids`.
 
     Sampled ids are kept as they came: nothing is decoded and encoded again. Tokens of `add_context` are in no loss and
-    have logprob 0; their routes, and that of the last sampled token before them, come with the next completion, whose
-    rows reach back to the start.
+    have logprob 0; their routes, and that of the last sampled token before them, come with the next completion, which
+    is asked for rows from `num_routed` on.
     """
 
     def __init__(self, prompt_ids: np.ndarray, *, temperature: float, wants_routes: bool) -> None:
@@ -72,6 +72,11 @@ class Episode:
     def num_added(self) -> int:
         """Tokens after the prompt, sampled or not."""
         return len(self.token_ids) - self._prompt_length
+
+    @property
+    def num_routed(self) -> int:
+        """Rows of routes that are here: of all tokens up to the last one that was sampled, without it."""
+        return self._num_routed
 
     def add_context(self, token_ids: np.ndarray) -> None:
         """Append tokens [s] that the policy did not choose, such as what a tool answered."""
@@ -156,17 +161,23 @@ class Episode:
         if not self._wants_routes or completion.routed_experts is None:
             self._has_all_routes = self._has_all_routes and count == 0
             return
-        expected = before + count - 1
+        end, start = before + count - 1, completion.routes_from
         found = completion.routed_experts.shape
-        if len(found) != 3 or found[0] != expected:
+        if len(found) != 3 or found[0] != end - start:
+            from_row = f" from row {start}" if start else ""
             raise RolloutError(
-                f"request {request_id}: routes of shape {found}; {before} tokens in and {count} out make {expected} "
-                "rows [rows, layers, experts per token], since the last token is never run"
+                f"request {request_id}: routes of shape {found}{from_row}; {before} tokens in and {count} out make "
+                f"{end - start} rows [rows, layers, experts per token], since the last token is never run"
             )
-        self._route_parts.append((completion.routed_experts, self._num_routed, expected))
+        if not 0 <= start <= self._num_routed:
+            raise RolloutError(
+                f"request {request_id}: routes begin at row {start}, but rows from {self._num_routed} on were asked "
+                "for; the engine must return every row that is missing"
+            )
+        self._route_parts.append((completion.routed_experts, self._num_routed - start, end - start))
         if completion.first_true_route > self._num_routed:
             self._recomputed.append((self._num_routed, completion.first_true_route))
-        self._num_routed = max(self._num_routed, expected)
+        self._num_routed = max(self._num_routed, end)
 
     def _add_support(self, support: Support | None, count: int, request_id: str) -> None:
         if support is None:

@@ -45,7 +45,12 @@ async def play_turn(
     start, aborts = len(episode.token_ids), 0
     while True:
         left = budget - (len(episode.token_ids) - start)
-        asked = replace(params, max_new_tokens=left, seed=(params.seed + episode.num_added) % 2**63)
+        asked = replace(
+            params,
+            max_new_tokens=left,
+            seed=(params.seed + episode.num_added) % 2**63,
+            routes_from=episode.num_routed,
+        )
         completion = await engine.generate(episode.token_ids, asked, request_id)
         episode.add(completion, asked, request_id)
         sampled = episode.token_ids[start:]

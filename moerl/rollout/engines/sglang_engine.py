@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from moerl.errors import ConfigError, RolloutError
+from moerl.metrics import Last, Metrics
 from moerl.rollout.engine import ServedModel, engines
+from moerl.rollout.sglang.bridge import Bridge
+from moerl.rollout.sglang.counts import Differences
 from moerl.types import Completion, SamplingParams, WeightBucket
 
 if TYPE_CHECKING:
@@ -119,12 +122,15 @@ class SglangEngine:
         self._restart_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._bridge: Bridge | None = None
         self._starting: concurrent.futures.Future[None] | None = None
         self._closed = False
         self._clients: list[SglangClient] = []
         self._dispatcher: Dispatcher | None = None
         self._updates: Updates | None = None
         self._watch: Watch | None = None
+        self._num_restarts = 0
+        self._differences = Differences()
 
     @property
     def policy_version(self) -> int:
@@ -132,13 +138,23 @@ class SglangEngine:
         return self._first_version if self._dispatcher is None else self._dispatcher.policy_version
 
     def counts(self) -> dict[str, int]:
-        """What happened since the start: completions, requests, retries, resumes, tokens, ejections and returns."""
+        """What happened since the start: `DispatchCounts`, and what became of servers."""
         if self._dispatcher is None:
             return {}
         members = self._dispatcher.pool.members
-        found = asdict(self._dispatcher.counts)
-        found["ejections"] = sum(member.num_ejections for member in members)
-        return {**found, "returns": sum(member.num_returns for member in members)}
+        return {
+            **asdict(self._dispatcher.counts),
+            "ejections": sum(member.num_ejections for member in members),
+            "returns": sum(member.num_returns for member in members),
+            "restarts": self._num_restarts,
+        }
+
+    def take_metrics(self) -> Metrics:
+        """`engine/<count>` since the last call, and `engine/fit_servers`, those that serve now; {} before the start."""
+        counts = self.counts()
+        if self._dispatcher is None:
+            return {}
+        return {**self._differences.take(counts), "engine/fit_servers": Last(float(len(self._dispatcher.pool.fit)))}
 
     async def generate(self, token_ids: np.ndarray, params: SamplingParams, request_id: str) -> Completion:
         """Continue `token_ids` [s]; while paused, or while every server is full, the request waits.
@@ -149,7 +165,8 @@ class SglangEngine:
         """
         if self._closed:
             raise RolloutError(f"request {request_id}: the engine is closed")
-        await self._start()
+        if self._dispatcher is None:
+            await self._start()
         assert self._dispatcher is not None
         assert self._updates is not None
         if self._updates.is_released:
@@ -225,6 +242,7 @@ class SglangEngine:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
+                self._bridge = Bridge(self._loop)
                 self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
                 self._thread.start()
             if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
@@ -313,6 +331,7 @@ class SglangEngine:
             with self._restart_lock:
                 if launched is not None and index in launched.dead():
                     launched.restart(index)
+                    self._num_restarts += 1
 
         await asyncio.to_thread(restart)
 
@@ -327,8 +346,10 @@ class SglangEngine:
             await self._dispatcher.close()
         for client in self._clients:
             await client.close()
+        assert self._bridge is not None
+        self._bridge.flush()
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run it on the engine's loop; cancelling here cancels it there."""
-        assert self._loop is not None
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        assert self._bridge is not None
+        return await self._bridge.run(coroutine)

@@ -8,6 +8,8 @@ paused server says 503 at once where the real one does so after 20 s.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -27,6 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _OPEN = ("/health", "/health_generate", "/ready", "/fake")
 _NORMAL = ("/generate", "/model_info", "/server_info")
 _MAX_BODY_BYTES = 1 << 32
+_CHUNK_BYTES = 1000
 RULES = web.RequestKey("rules", list[FaultRule])
 """The faults that a call meets."""
 
@@ -94,6 +97,8 @@ class FakeApp:
         for rule in rules:
             if rule.kind in ("slow", "hang"):
                 await asyncio.sleep(rule.seconds if rule.kind == "slow" else 1e9)
+            if rule.kind == "endless":
+                return await _endless(request, rule.status)
             if (early := self._early(request, rule)) is not None:
                 return early
         response = await handler(request)
@@ -146,6 +151,7 @@ class FakeApp:
         if state.num_restarts != restarts:
             return _cut(request)
         answer = running.answer(state.label)
+        state.counts["route_rows"] += running.rows_sent
         whole = orjson.dumps(answer)
         if not rules:
             state.last_answer = whole
@@ -341,13 +347,43 @@ async def _mangled(request: web.Request, response: web.StreamResponse, rules: li
     kinds = {rule.kind for rule in rules}
     if "drop_after" in kinds:
         return _cut(request)
-    if "truncate" not in kinds or not isinstance(response, web.Response) or not isinstance(response.body, bytes):
+    if not isinstance(response, web.Response) or not isinstance(response.body, bytes):
+        return response
+    if "chunked" in kinds:
+        return await _chunked(request, response, response.body)
+    if "gzip" in kinds:
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        return web.Response(body=gzip.compress(response.body), status=response.status, headers=headers)
+    if "truncate" not in kinds:
         return response
     short = web.StreamResponse(status=response.status, headers={"Content-Type": "application/json"})
     short.content_length = len(response.body)
     await short.prepare(request)
     await short.write(response.body[: len(response.body) // 2])
     return _cut_stream(request, short)
+
+
+async def _chunked(request: web.Request, response: web.Response, body: bytes) -> web.StreamResponse:
+    """`body` without its length, in several chunks."""
+    parts = web.StreamResponse(status=response.status, headers={"Content-Type": "application/json"})
+    parts.enable_chunked_encoding()
+    await parts.prepare(request)
+    for start in range(0, len(body), _CHUNK_BYTES):
+        await parts.write(body[start : start + _CHUNK_BYTES])
+    await parts.write_eof()
+    return parts
+
+
+async def _endless(request: web.Request, status: int) -> web.StreamResponse:
+    """Blanks until the other side has had enough."""
+    response = web.StreamResponse(status=status, headers={"Content-Type": "application/json"})
+    response.enable_chunked_encoding()
+    await response.prepare(request)
+    with contextlib.suppress(ConnectionError):
+        while True:
+            await response.write(b" " * _CHUNK_BYTES)
+            await asyncio.sleep(0)
+    return response
 
 
 def _cut_stream(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:

@@ -49,6 +49,8 @@ class Running:
         """[label, row after its last], in order: by which weights each row was computed."""
         self.to_prefill = float(len(self.prompt) - self.cached_tokens)
         self.partial = 0.0
+        self.rows_sent = 0
+        """Of routes."""
 
     @property
     def count(self) -> int:
@@ -195,4 +197,6 @@ class Running:
             parts.append(self.model.routes(label, text[done:end], done))
             done = max(done, end)
         rows = np.concatenate(parts) if parts else self.model.routes(self.label, text[:0], 0)
-        return rows[start : len(text) - 1]
+        found = rows[start : len(text) - 1]
+        self.rows_sent = len(found)
+        return found

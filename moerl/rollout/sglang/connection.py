@@ -8,12 +8,17 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
+from yarl import URL
 
 from moerl.errors import ConfigError
 from moerl.rollout.sglang.faults import FaultKind, ServerError, shown
 
 MAX_ANSWER_BYTES = 1 << 30
-"""Beyond it an answer is refused unread: routes of a million tokens, 60 layers and 8 experts are about 2.5 GB."""
+"""Beyond it an answer is given up. A token's routes are 4 bytes a layer and expert, and 4/3 of that as base64, so
+32,768 tokens of 48 layers x 8 experts take 67 MB, and 131,072 of 61 layers x 8 take 341 MB; logprobs and ids add some
+50 bytes a token. The largest that is ever asked for is a sampling mask of 4,096 ids at each of 32,768 steps: 0.9 GB."""
+MAX_WORDS_BYTES = 1 << 16
+"""Of an answer that is no 200: its words are repeated cut, so the rest is not read."""
 
 _BUSY = (429, 503)
 _LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, asyncio.IncompleteReadError)
@@ -44,12 +49,13 @@ class Connection:
     def __init__(self, url: str, *, admin_key: str | None, connect_seconds: float, max_answer_bytes: int) -> None:
         """`admin_key` goes into a header of every call and into no message."""
         self.url = check_url(url)
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if admin_key:
             self._headers["Authorization"] = f"Bearer {admin_key}"
         self._connect_seconds = connect_seconds
         self._max_answer_bytes = max_answer_bytes
         self._session: aiohttp.ClientSession | None = None
+        self._urls: dict[str, URL] = {}
 
     async def post(self, endpoint: str, body: Any, *, seconds: float | None, method: str = "POST") -> bytes:
         """Body of a 200 answer.
@@ -76,18 +82,10 @@ class Connection:
 
     async def _call(self, method: str, endpoint: str, data: bytes | None) -> bytes:
         try:
-            async with self._opened().request(
-                method, self.url + endpoint, data=data, allow_redirects=False
-            ) as response:
-                if (response.content_length or 0) > self._max_answer_bytes:
-                    raise self.fault(
-                        "bad_answer",
-                        endpoint,
-                        f"an answer of {response.content_length} bytes",
-                        f"{self._max_answer_bytes} are allowed; ask for fewer tokens or logprobs",
-                    )
-                body = await response.read()
+            url = self._urls.get(endpoint) or self._urls.setdefault(endpoint, URL(self.url + endpoint))
+            async with self._opened().request(method, url, data=data, allow_redirects=False) as response:
                 status = response.status
+                body = await (self._whole(endpoint, response) if status == 200 else _beginning(response))
         except _LOST as error:
             raise self.fault(
                 "lost",
@@ -105,6 +103,34 @@ class Connection:
         if status != 200:
             raise self._status_fault(endpoint, status, body)
         return body
+
+    async def _whole(self, endpoint: str, response: aiohttp.ClientResponse) -> bytes:
+        """The body, which may not say how long it is: what passes the bound is given up where it passes it."""
+        if encoding := response.headers.get("Content-Encoding", "").lower().replace("identity", ""):
+            raise self.fault(
+                "bad_answer",
+                endpoint,
+                f"an answer with Content-Encoding {shown(encoding)!r}, although none was asked for",
+                "switch compression off in the server, or in what stands between it and here",
+            )
+        if response.content_length is not None:
+            self._refuse_beyond(endpoint, response.content_length, "")
+            return await response.read()
+        parts, size = [], 0
+        async for part in response.content.iter_any():
+            size += len(part)
+            self._refuse_beyond(endpoint, size, " or more (it does not say how long it is)")
+            parts.append(part)
+        return b"".join(parts)
+
+    def _refuse_beyond(self, endpoint: str, size: int, more: str) -> None:
+        if size > self._max_answer_bytes:
+            raise self.fault(
+                "bad_answer",
+                endpoint,
+                f"an answer of {size} bytes{more}",
+                f"{self._max_answer_bytes} are allowed; ask for fewer tokens or logprobs",
+            )
 
     def parsed(self, endpoint: str, body: bytes) -> Any:
         """The JSON of `body`.
@@ -140,6 +166,7 @@ class Connection:
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
+                auto_decompress=False,  # a small answer could become one of any size
             )
         return self._session
 
@@ -154,6 +181,16 @@ class Connection:
             "bad_answer": "give the URL that it redirects to",
         }[kind]
         return self.fault(kind, endpoint, f"status {status}: {_words(body)}", do)
+
+
+async def _beginning(response: aiohttp.ClientResponse) -> bytes:
+    """What is repeated of a body; where more would come, leaving the response closes its connection."""
+    found = b""
+    async for part in response.content.iter_any():
+        found += part
+        if len(found) >= MAX_WORDS_BYTES:
+            break
+    return found[:MAX_WORDS_BYTES]
 
 
 def _words(body: bytes) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 from moerl.errors import MoerlError, RolloutError
 from moerl.rollout.engine import prompt_id_of
 from moerl.rollout.sglang.client import PauseMode, SglangClient
+from moerl.rollout.sglang.counts import DispatchCounts
 from moerl.rollout.sglang.faults import ServerError
 from moerl.rollout.sglang.partials import Partial
 from moerl.rollout.sglang.pool import Lane, Member, Pool
@@ -56,23 +57,6 @@ class DispatchSettings:
     """Server errors (5xx) or late answers in a row; a lost connection ejects at once."""
 
 
-@dataclass
-class DispatchCounts:
-    """What happened since the start."""
-
-    completions: int = 0
-    requests: int = 0
-    retries: int = 0
-    resumes: int = 0
-    aborted: int = 0
-    dropped_tokens: int = 0
-    """Of aborted requests whose logprobs or routes did not come."""
-    generated_tokens: int = 0
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
-    retractions: int = 0
-
-
 @dataclass(eq=False)
 class _Flight:
     """One completion on its way."""
@@ -80,6 +64,8 @@ class _Flight:
     request_id: str
     rid: str = ""
     lane: Lane | None = None
+    failed_at: Member | None = None
+    """Where the last attempt failed, until it was tried again."""
     is_ended: bool = False
     """Somebody asked for its end: what is there is the answer."""
 
@@ -253,6 +239,8 @@ class Dispatcher:
         lane = await self.pool.take(prompt_id_of(flight.request_id))
         flight.lane, flight.rid = lane, self._new_rid()
         member, version = lane.member, self.policy_version
+        self.counts.resent += flight.failed_at not in (None, member)
+        flight.failed_at = None
         try:
             if flight.is_ended:
                 raise ServerError("late", member.client.url, "/generate", "ended before it was sent", "nothing")
@@ -285,8 +273,11 @@ class Dispatcher:
     def _note_failure(self, member: Member, error: ServerError, flight: _Flight) -> None:
         if error.kind == "late":
             self._send_abort(flight)
-        flight.lane = None
-        if not error.is_suspect or flight.is_ended:
+        flight.lane, flight.failed_at = None, member
+        if flight.is_ended:
+            return
+        self.counts.note_fault(error.kind)
+        if not error.is_suspect:
             return
         member.failures += 1
         if error.kind == "lost" or member.failures >= self.settings.failures_to_eject:

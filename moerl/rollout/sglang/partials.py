@@ -47,7 +47,9 @@ class Partial:
         """
         if self.left < 1:
             raise RolloutError(f"{self.num_tokens} of {self.budget} tokens are there; nothing is left to ask for")
-        params = replace(self.params, max_new_tokens=self.left, seed=(self.params.seed + self.num_tokens) % 2**63)
+        params = self.params
+        if self.num_tokens or params.max_new_tokens != self.left:
+            params = replace(params, max_new_tokens=self.left, seed=(params.seed + self.num_tokens) % 2**63)
         return WireRequest(rid, self._text(), params, None if self.layout is None else self._num_routed(), data_rank)
 
     def add(self, answer: Answer) -> None:
@@ -58,6 +60,8 @@ class Partial:
 
     def completion(self, finish_reason: FinishReason, version: int) -> Completion:
         """All of it as one; `version` where no token was sampled."""
+        if len(self.answers) == 1:
+            return self._of_one(self.answers[0], finish_reason)
         spans = self._spans()
         return Completion(
             token_ids=self._joined([a.token_ids for a in self.answers], np.int32),
@@ -69,6 +73,22 @@ class Partial:
             top_logprobs=self._top(),
             version_spans=spans,
             first_true_route=max((a.true_from for a in self.answers), default=0),
+            routes_from=self.params.routes_from if self.layout is not None and self.answers else 0,
+        )
+
+    def _of_one(self, answer: Answer, finish_reason: FinishReason) -> Completion:
+        """The same where one request brought everything, as most do."""
+        return Completion(
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            finish_reason=finish_reason,
+            policy_version=answer.spans[-1][2],
+            routed_experts=self._routes(),
+            support=answer.support,
+            top_logprobs=answer.top_logprobs,
+            version_spans=answer.spans,
+            first_true_route=answer.true_from,
+            routes_from=self.params.routes_from if self.layout is not None else 0,
         )
 
     def _text(self) -> np.ndarray:
@@ -77,8 +97,8 @@ class Partial:
         return np.concatenate([self.prompt, *(a.token_ids for a in self.answers)]).astype(np.int32)
 
     def _num_routed(self) -> int:
-        """Rows that are here: those of all tokens but the last, once anything ran."""
-        return len(self.prompt) + self.num_tokens - 1 if self.num_tokens else 0
+        """Rows that are here or with who asks: those of all tokens but the last, once anything ran."""
+        return len(self.prompt) + self.num_tokens - 1 if self.num_tokens else self.params.routes_from
 
     def _spans(self) -> tuple[tuple[int, int, int], ...]:
         spans: list[tuple[int, int, int]] = []
@@ -99,7 +119,7 @@ class Partial:
         for answer in self.answers:
             if answer.routes is None:
                 raise RolloutError("an answer with tokens came without routes")
-            start = len(self.prompt) + done - 1 if done else 0
+            start = len(self.prompt) + done - 1 if done else self.params.routes_from
             pieces.append((start, answer.routes))
             done += len(answer.token_ids)
         return LocalArray(pieces[0][1] if len(pieces) == 1 else join_routes(pieces))

@@ -15,6 +15,11 @@ import numpy as np
 from moerl.errors import RolloutError
 from moerl.rollout.engine import RouteLayout
 
+try:
+    from pybase64 import b64decode
+except ImportError:  # an environment from before it was pinned: the same, 45 times slower
+    b64decode = None
+
 
 def encode_routes(rows: np.ndarray) -> str:
     """[rows, layers, k] -> the text on the wire."""
@@ -37,7 +42,7 @@ def decode_routes(text: object, layout: RouteLayout, *, rows: int, start: int = 
     if not isinstance(text, str) or not text.isascii():
         raise RolloutError(f"routed_experts is {type(text).__name__}, but must be base64 text")
     try:
-        raw = binascii.a2b_base64(text, strict_mode=bool(text))
+        raw = _decoded(text)
     except binascii.Error as error:
         raise RolloutError(f"routed_experts is no base64 ({error})") from error
     row_bytes = 4 * layout.num_layers * layout.experts_per_token
@@ -66,6 +71,13 @@ def decode_routes(text: object, layout: RouteLayout, *, rows: int, start: int = 
                 f"row {start + int(doubled.argmax())}: such rows are filling, not routes"
             )
     return ids
+
+
+def _decoded(text: str) -> bytes:
+    """The bytes; raises `binascii.Error` for whatever is not base64 to the last character."""
+    if b64decode is None:
+        return binascii.a2b_base64(text, strict_mode=bool(text))
+    return b64decode(text, validate=True)
 
 
 def join_routes(pieces: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:

@@ -93,6 +93,11 @@ def check_params(params: SamplingParams, prompt_length: int) -> None:
         raise RolloutError("the prompt has no tokens; check its row")
     if params.max_new_tokens < 1:
         raise RolloutError(f"max_new_tokens is {params.max_new_tokens}; a request needs room for at least 1 token")
+    if not 0 <= params.routes_from <= prompt_length:
+        raise RolloutError(
+            f"routes_from is {params.routes_from}, but must be a row of the prompt's {prompt_length} tokens, or the "
+            f"one after them"
+        )
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
         raise RolloutError(f"temperature is {params.temperature!r}, but must be 0 or a finite number above it")
     if params.temperature == 0:
@@ -272,14 +277,13 @@ class _Reader:
             self._bad("output_token_logprobs is no list of [logprob, token id, text]")
         if len(triples) != len(ids):
             self._bad(f"{len(triples)} logprobs for {len(ids)} tokens")
-        named = [one[1] for one in triples]
+        values, named, *_ = map(list, zip(*triples, strict=False)) if triples else ([], [])
         if named != self._answer["output_ids"]:
             place = next(i for i, (a, b) in enumerate(zip(named, ids.tolist(), strict=True)) if a != b)
             self._bad(
                 f"token {place} is {ids[place]} in output_ids and {named[place]} in output_token_logprobs: ids were "
                 "changed on the way"
             )
-        values = [one[0] for one in triples]
         if self._request.is_truncated:
             values = self._meta.get("output_token_sampling_logprobs")
             if not isinstance(values, list) or len(values) != len(ids):
@@ -295,11 +299,14 @@ class _Reader:
             found = np.array(values, dtype=np.float64)
         except (TypeError, ValueError):
             found = np.array([value if isinstance(value, float | int) else math.nan for value in values])
-        right = np.isfinite(found) & (found <= _HIGHEST_LOGPROB)
-        if not right.all():
-            place = int(right.argmin())
-            self._bad(f"logprob {place} is {values[place]!r}, but each must be a finite number of at most 0")
-        return np.minimum(found, 0.0).astype(np.float32)
+        highest = found.max(initial=-math.inf)
+        if not (highest <= 0 and found.min(initial=0.0) > -math.inf):  # NaN is neither
+            right = np.isfinite(found) & (found <= _HIGHEST_LOGPROB)
+            if not right.all():
+                place = int(right.argmin())
+                self._bad(f"logprob {place} is {values[place]!r}, but each must be a finite number of at most 0")
+            found = np.minimum(found, 0.0)
+        return found.astype(np.float32)
 
     def _read_routes(self, count: int) -> np.ndarray | None:
         start, layout = self._request.routes_from, self._expected.layout

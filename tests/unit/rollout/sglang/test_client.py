@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 
+import numpy as np
 import pytest
 from fake_servers import prompt_of
 
@@ -13,7 +15,9 @@ from moerl.errors import ConfigError, RolloutError, WeightSyncError
 from moerl.rollout.fake_engine.serving import FakeServer
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
 from moerl.rollout.sglang.client import ClientTimeouts, SglangClient
+from moerl.rollout.sglang.connection import MAX_ANSWER_BYTES
 from moerl.rollout.sglang.faults import ServerError
+from moerl.rollout.sglang.routes import encode_routes
 from moerl.rollout.sglang.wire import WireRequest, payload
 from moerl.types import SamplingParams
 
@@ -215,6 +219,84 @@ def test_an_answer_beyond_the_bound_is_not_read(server):
 
     with pytest.raises(ServerError, match=r"an answer of \d+ bytes; 100 are allowed"):
         asyncio.run(main())
+
+
+def bounded(server: FakeServer, limit: int, budget: int = 9):
+    """One answer to /generate by a client that takes `limit` bytes."""
+
+    async def main():
+        client = SglangClient(server.url, max_answer_bytes=limit)
+        try:
+            return await client.generate(payload(WireRequest("r-1", prompt_of(4), SamplingParams(budget), 0)))
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+def test_an_answer_without_its_length_is_read_whole_and_bounded_where_it_passes_the_bound(server):
+    whole = bounded(server, 1 << 20, 500)
+    server.set_faults({"kind": "chunked", "times": -1})
+    assert bounded(server, 1 << 20, 500)["output_ids"] == whole["output_ids"]
+    with pytest.raises(ServerError, match=r"generate: an answer of \d+ bytes or more .*; 2000 are allowed; ask"):
+        bounded(server, 2000, 500)
+
+
+def test_a_server_that_never_stops_sending_is_given_up_with_little_read(server):
+    server.set_faults({"kind": "endless", "status": 200, "times": -1})
+    with pytest.raises(ServerError, match=r"an answer of (\d+) bytes or more \(it does not say how long") as caught:
+        bounded(server, 1 << 20)
+    read = int(str(caught.value).partition("an answer of ")[2].split()[0])
+    assert 1 << 20 < read < 2 << 20
+    assert caught.value.kind == "bad_answer"
+    assert not caught.value.is_retried, "the same request would bring it again"
+    server.set_faults()
+    assert bounded(server, 1 << 20)["output_ids"]
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"])
+def test_a_body_that_only_its_end_would_close_is_bounded_too(head):
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b" " * 4096)
+                await writer.drain()
+
+    async def main():
+        async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
+            client = SglangClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", max_answer_bytes=1 << 20)
+            try:
+                await client.model_info()
+            finally:
+                await client.close()
+
+    with pytest.raises(ServerError, match=r"an answer of \d+ bytes or more"):
+        asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_error_that_never_stops_is_still_known_by_its_status(server):
+    server.set_faults({"kind": "endless", "status": 503, "times": -1})
+    with pytest.raises(ServerError, match="generate: status 503: no words; it takes requests again later") as caught:
+        bounded(server, 1 << 20)
+    assert caught.value.kind == "busy"
+
+
+def test_compressed_answers_are_not_unpacked(server):
+    server.set_faults({"kind": "gzip", "times": -1})
+    with pytest.raises(ServerError, match="Content-Encoding 'gzip', although none was asked for; switch"):
+        bounded(server, 1 << 20)
+
+
+def test_the_longest_answers_that_are_asked_for_fit_the_bound():
+    def routes(tokens: int, layers: int, experts: int) -> int:
+        return len(encode_routes(np.zeros((tokens // 1024, layers, experts), dtype=np.int32))) * 1024
+
+    assert 3 * routes(32_768, 48, 8) < MAX_ANSWER_BYTES
+    assert 2 * routes(131_072, 61, 8) < MAX_ANSWER_BYTES
+    mask = len(b"151935,") * 4096 * 32_768
+    assert mask < MAX_ANSWER_BYTES
 
 
 def test_requests_are_checked_as_by_the_real_server(server):

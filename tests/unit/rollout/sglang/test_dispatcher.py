@@ -72,7 +72,9 @@ def test_a_connection_that_is_lost_sends_the_request_elsewhere_and_counts_it_onc
                 answers = await asyncio.gather(
                     *(d.generate(PROMPT, SamplingParams(6, seed=i), f"p/{i}#0") for i in range(20))
                 )
-                assert d.counts.completions == 20
+                counts = d.counts
+                assert counts.completions == 20
+                assert counts.lost == counts.retries == counts.resent == counts.requests - 20 > 0
                 assert [member.state for member in d.pool.members] == ["out", "fit"]
                 return answers
 
@@ -87,7 +89,8 @@ def test_a_server_in_trouble_is_asked_again(status):
         async def main():
             async with dispatching([server]) as d:
                 got = await d.generate(PROMPT, SamplingParams(6, seed=1), "p#0")
-                assert d.counts.retries == 2
+                assert d.counts.retries == d.counts.busy + d.counts.broken == 2
+                assert d.counts.resent == 0
                 assert server.state()["counts"]["/generate"] == 3
                 return got
 
@@ -197,7 +200,7 @@ def test_a_late_answer_is_given_up_aborted_and_asked_for_again():
         async def main():
             async with dispatching([server], request_timeout_seconds=0.2) as d:
                 got = await d.generate(PROMPT, SamplingParams(6, seed=1), "p#0")
-                assert d.counts.retries == 1
+                assert d.counts.retries == d.counts.timeouts == 1
                 return got
 
         assert_sampled(asyncio.run(main()), PROMPT, 6, 1)
@@ -265,7 +268,9 @@ def test_a_resumed_request_asks_for_the_rest_of_its_budget(budget, aborts):
                     await asyncio.sleep(random.uniform(0.0, 0.05))
                     await d.pause("abort")
                     await d.resume()
-                return await task
+                got = await task
+                assert d.counts.resumes == d.counts.requests - 1 <= aborts
+                return got
 
         got = asyncio.run(main())
         assert got.finish_reason == "length"

@@ -12,6 +12,7 @@ from moerl.errors import RolloutError
 from moerl.rollout.engine import RouteLayout
 from moerl.rollout.fake_engine.model import FakeModel
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
+from moerl.rollout.sglang import routes
 from moerl.rollout.sglang.routes import decode_routes, encode_routes, join_routes
 
 
@@ -26,6 +27,22 @@ def test_zero_rows_and_unknown_experts_are_no_routes():
     rows[-1] = -1
     with pytest.raises(RolloutError, match="ids from -1"):
         decode_routes(encode_routes(rows), LAYOUT, rows=6)
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["pybase64", "binascii"])
+@pytest.mark.parametrize(
+    "spoil", [lambda t: t[:-1], lambda t: t + "A", lambda t: "*" + t[1:], lambda t: t[:8] + "\n" + t[8:]]
+)
+def test_text_that_is_not_base64_to_the_last_character_is_no_routes(spoil, is_there, monkeypatch):
+    if is_there:
+        pytest.importorskip("pybase64", reason="pybase64 is not installed: run tools/setup.py again")
+    else:
+        monkeypatch.setattr(routes, "b64decode", None)
+    rows = FakeModel(FakeEngineConfig()).routes("default", np.arange(5), 0)
+    text = encode_routes(rows)
+    np.testing.assert_array_equal(decode_routes(text, LAYOUT, rows=5), rows)
+    with pytest.raises(RolloutError, match=r"no base64|rows of 3 layers"):
+        decode_routes(spoil(text), LAYOUT, rows=5)
 
 
 def test_dense_layers_are_left_out_and_wide_models_take_two_bytes():
