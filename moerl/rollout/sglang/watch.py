@@ -78,6 +78,8 @@ class Watch:
         if pool.shut_by:
             return False
         try:
+            if member.must_replay:  # its requests were sent elsewhere: what is left of them ends with half-loaded weights
+                await client.abort_all()
             await client.continue_generation()  # it may have been paused when it left, and is not healthy then
             if not await client.health():
                 return False

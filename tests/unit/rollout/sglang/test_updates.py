@@ -153,6 +153,28 @@ def test_a_crash_in_the_middle_of_an_update_ends_with_the_new_weights(tmp_path):
         assert a.state()["label"] == "2"
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_requests_held_by_a_server_that_failed_an_update_never_go_on_there(tmp_path, mode):
+    """It comes back with a part of the weights; SGLang would let them go on, under the old label, before the replay."""
+    with FakeServer(SLOW) as a, FakeServer(SLOW) as b, engine_over(tmp_path, a, b, pause_mode=mode) as engine:
+
+        async def main():
+            asked = [asyncio.create_task(answer(engine, seed, budget=60)) for seed in range(1, 5)]
+            await until(lambda: all(server.call(lambda app: len(app.state.running)) == 2 for server in (a, b)))
+            a.set_faults({"kind": "refuse", "endpoint": "/update_weights_from_disk"})
+            await publish(engine, 1)
+            a.call(lambda app: setattr(app.state, "label", "half"))  # what it samples from now on says so
+            answers = await asyncio.gather(*asked)
+            await until(lambda: engine.counts()["returns"] == 1)
+            return answers
+
+        for got in asyncio.run(main()):
+            assert len(got.token_ids) == 60
+            assert [version for _, _, version in got.version_spans] in ([0, 1], [1])
+        assert a.state()["label"] == "1"
+        assert not a.state()["running"]
+
+
 def test_memory_is_released_after_an_abort_and_taken_weights_first(tmp_path):
     """Pitfall 17."""
     with FakeServer(SLOW) as server, engine_over(tmp_path, server) as engine:
