@@ -305,13 +305,13 @@ class SglangEngine:
             ranks.append(info.data_size)
         return labels, ranks
 
-    async def _revive(self, index: int) -> None:
-        """Start a server that was launched here and has died."""
+    async def _revive(self, index: int, is_hung: bool) -> None:
+        """Start a server that was launched here and has died, or has answered nothing for so long that it hangs."""
         launched = self._launched
 
         def restart() -> None:
             with self._restart_lock:
-                if launched is not None and index in launched.dead():
+                if launched is not None and (is_hung or index in launched.dead()):
                     launched.restart(index)
 
         await asyncio.to_thread(restart)
