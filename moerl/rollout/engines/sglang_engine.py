@@ -191,10 +191,10 @@ class SglangEngine:
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._launched is not None:
+            self._launched.close()
         if self._thread is not None:
             self._thread.join()
-        if self._launched is not None:
-            self._launched.stop()
         self._sender.close()
 
     def _find_servers(self) -> Sequence[Server]:
@@ -225,7 +225,7 @@ class SglangEngine:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
+                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="sglang-engine", daemon=True)
                 self._thread.start()
             if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
                 self._starting = asyncio.run_coroutine_threadsafe(self._connect(), self._loop)
@@ -332,3 +332,11 @@ class SglangEngine:
         """Run it on the engine's loop; cancelling here cancels it there."""
         assert self._loop is not None
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()  # its descriptors go, and idle threads that it had work done in

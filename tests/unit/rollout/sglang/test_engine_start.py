@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import threading
+import time
 
 import fake_sglang
 import pytest
-from fake_servers import LAYOUT
+from fake_servers import LAYOUT, prompt_of
 
+from moerl.errors import RolloutError
 from moerl.rollout.engine import ServedModel
 from moerl.rollout.engines.sglang_engine import SglangEngine, SglangEngineConfig
+from moerl.types import SamplingParams
 from moerl.weight_sync.servers import SenderPlace
 from moerl.weight_sync.transports.disk import DiskConfig, DiskSender
 
@@ -41,3 +47,27 @@ def test_a_server_that_hangs_is_started_anew_and_one_that_lives_is_left(launchin
     asyncio.run(engine._revive(0, True))
     assert fake_sglang.pids(tmp_path)[0] != first
     assert not fake_sglang.is_alive(first)
+
+
+def test_closing_while_servers_start_leaves_no_thread_behind(launching, tmp_path, monkeypatch):
+    """Such a thread is waited for when the process ends: Ctrl-C would seem to hang."""
+    monkeypatch.setenv("FAKE_SGLANG", "never")
+    before = set(threading.enumerate())
+    engine = launching(start_seconds=900.0)
+    asked = threading.Thread(target=ask_and_forget, args=(engine,), daemon=True)
+    asked.start()
+    wait_for(lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 2)
+    engine.close()
+    wait_for(lambda: not set(threading.enumerate()) - before)
+
+
+def ask_and_forget(engine):
+    with contextlib.suppress(RolloutError, asyncio.CancelledError, concurrent.futures.CancelledError):
+        asyncio.run(engine.generate(prompt_of(5), SamplingParams(3), "p#0"))
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
