@@ -78,7 +78,7 @@ class Watch:
 
     async def try_return(self, member: Member) -> bool:
         """Bring an ejected server back if it is healthy and has, or gets, the weights of now."""
-        pool, client = self._dispatcher.pool, member.client
+        pool, client, ejections = self._dispatcher.pool, member.client, member.num_ejections
         if pool.shut_by:
             return False
         if not await self._answers(member):
@@ -90,6 +90,8 @@ class Watch:
         try:
             is_current = not member.must_replay and await self._has_weights(client)
             if not is_current and not await self._get_weights(client):
+                if pool.shut_by:
+                    return False
                 logger.error(
                     "%s is healthy but has other weights than version %d, and there is nothing to send them from; it "
                     "stays out until the next update",
@@ -100,7 +102,7 @@ class Watch:
         except MoerlError as error:
             logger.info("%s is still out (%s)", member.name, error)
             return False
-        if pool.shut_by:  # an update began meanwhile: what it has may be old by now
+        if pool.shut_by or member.num_ejections != ejections:  # an update came meanwhile: what it has may be old by now
             return False
         pool.readmit(member)
         return True
