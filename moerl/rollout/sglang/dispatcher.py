@@ -276,6 +276,7 @@ class Dispatcher:
             raw = await self._answer_of(flight, member, payload(request))
             answer = read_answer(raw, request, self.expected, server=member.client.url)
             self._refuse_lost_weights(member, answer, version)
+            self._refuse_foreign_weights(member, answer)
         except ServerError as error:
             self._note_failure(member, error, flight)
             raise
@@ -308,6 +309,18 @@ class Dispatcher:
                 "/generate",
                 f"tokens of policy version {answer.spans[0][2]}, although {version} was published before",
                 "the server lost its weights; they are sent again",
+            )
+
+    def _refuse_foreign_weights(self, member: Member, answer: Answer) -> None:
+        """Nobody here published what is newer than what is served from here."""
+        newest = max((version for _, _, version in answer.spans), default=0)
+        if newest > self.policy_version:
+            raise ServerError(
+                "bad_answer",
+                member.client.url,
+                "/generate",
+                f"tokens of policy version {newest}, although {self.policy_version} is the newest that was published",
+                "another trainer publishes to this server: give each run servers of its own",
             )
 
     def _note_failure(self, member: Member, error: ServerError, flight: _Flight) -> None:

@@ -12,6 +12,7 @@ from fake_servers import QUICK_WATCH, SLOW, dispatching, prompt_of, should_sampl
 from moerl.errors import RolloutError
 from moerl.rollout.fake_engine.serving import FakeServer
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
+from moerl.rollout.sglang.watch import WatchSettings
 from moerl.types import SamplingParams
 
 PROMPT = prompt_of(5)
@@ -80,13 +81,25 @@ def test_what_waits_fails_when_no_server_comes_back():
     ) as bad:
 
         async def main():
-            async with dispatching([bad], watch=True) as d:
-                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(4), "p#0"))
-                await until(lambda: d.pool.num_waiting == 1)
-                d.pool.fail(RolloutError("no server was fit"))
-                await task
+            soon = WatchSettings(first_probe_seconds=0.02, longest_probe_seconds=0.1, no_server_seconds=0.2)
+            async with dispatching([bad], watch=True, watch_settings=soon) as d:
+                await asyncio.wait_for(d.generate(PROMPT, SamplingParams(4), "p#0"), 20)
 
-        with pytest.raises(RolloutError, match="no server was fit"):
+        with pytest.raises(RolloutError, match=r"no server was fit for 0.2 s \(server 0 .*see their logs"):
+            asyncio.run(main())
+
+
+def test_weights_of_another_trainer_are_no_answer():
+    with FakeServer() as server:
+
+        async def main():
+            async with dispatching([server]) as d:
+                d.policy_version = 3
+                server.call(lambda app: app.state.note_update(b"", "4"))
+                await d.generate(PROMPT, SamplingParams(4), "p#0")
+
+        words = r"request p#0: .*policy version 4, although 3 is the newest .*another trainer publishes to this server"
+        with pytest.raises(RolloutError, match=words):
             asyncio.run(main())
 
 
