@@ -158,7 +158,7 @@ class SglangEngine:
 
     async def abort(self, request_id: str) -> None:
         """End one request; `generate` returns what it has, with finish reason `abort`."""
-        if self._dispatcher is not None:
+        if self._dispatcher is not None and not self._closed:
             await self._on_loop(self._dispatcher.abort(request_id))
 
     async def pause(self) -> None:
@@ -213,9 +213,12 @@ class SglangEngine:
         )
         return self._launched.servers
 
-    async def _ready(self) -> Updates:
+    def _refuse_closed(self) -> None:
         if self._closed:
             raise RolloutError("the engine is closed")
+
+    async def _ready(self) -> Updates:
+        self._refuse_closed()
         await self._start()
         assert self._updates is not None
         return self._updates
@@ -223,6 +226,7 @@ class SglangEngine:
     async def _start(self) -> None:
         """Once, whoever comes first; the others wait for it. A start that failed is tried again by the next call."""
         with self._lock:
+            self._refuse_closed()
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=_serve, args=(self._loop,), name="sglang-engine", daemon=True)
@@ -234,6 +238,20 @@ class SglangEngine:
             await asyncio.shield(asyncio.wrap_future(starting))
 
     async def _connect(self) -> None:
+        """As `_connect_once`; where that fails nothing of it is left, so that it can be tried again."""
+        is_well = False
+        try:
+            await self._connect_once()
+            is_well = True
+        finally:
+            if not is_well:
+                clients, self._clients = self._clients, []
+                for client in clients:
+                    await client.close()
+                if self._launched is not None:
+                    await asyncio.to_thread(self._launched.stop)
+
+    async def _connect_once(self) -> None:
         """Launch what is to be launched, and look at every server."""
         from moerl.rollout.sglang.client import ClientTimeouts, SglangClient
         from moerl.rollout.sglang.dispatcher import Dispatcher, DispatchSettings
@@ -330,8 +348,12 @@ class SglangEngine:
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run it on the engine's loop; cancelling here cancels it there."""
-        assert self._loop is not None
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        with self._lock:
+            if self._closed or self._loop is None:
+                coroutine.close()
+                raise RolloutError("the engine is closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return await asyncio.wrap_future(future)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

@@ -15,6 +15,7 @@ from fake_servers import LAYOUT, prompt_of
 from moerl.errors import RolloutError
 from moerl.rollout.engine import ServedModel
 from moerl.rollout.engines.sglang_engine import SglangEngine, SglangEngineConfig
+from moerl.rollout.fake_engine.serving import FakeServer
 from moerl.types import SamplingParams
 from moerl.weight_sync.servers import SenderPlace
 from moerl.weight_sync.transports.disk import DiskConfig, DiskSender
@@ -71,3 +72,38 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_a_log_that_cannot_be_opened_is_an_error_that_the_watch_survives(launching, tmp_path):
+    engine = launching()
+    (tmp_path / "sglang-0.log").mkdir()
+    with pytest.raises(RolloutError, match=r"cannot open the server's log, .*sglang-0.log \(Is a directory\); make room"):
+        engine._launched.start()
+    with pytest.raises(RolloutError, match="cannot open the server's log"):
+        asyncio.run(engine._revive(0, True))
+
+
+def test_a_start_that_failed_says_why_each_time_and_can_be_tried_again(launching, tmp_path, monkeypatch):
+    """The fake program knows /health alone, so the look at the servers fails after they came up."""
+    engine = launching()
+    for _ in range(2):
+        with pytest.raises(RolloutError, match="/server_info: an answer that is no JSON"):
+            asyncio.run(engine.generate(prompt_of(5), SamplingParams(3), "p#0"))
+        assert not any(fake_sglang.is_alive(pid) for pid in fake_sglang.pids(tmp_path))
+        assert engine._clients == []
+
+
+def test_a_closed_engine_starts_nothing_and_waits_for_nothing(tmp_path):
+    with FakeServer() as server:
+        cfg = SglangEngineConfig(urls=[server.url])
+        sender = DiskSender(DiskConfig(), SenderPlace(tmp_path / "engine_weights", tmp_path))
+        model = ServedModel(tmp_path, tmp_path, 320, LAYOUT, wants_routes=False)
+        engine = SglangEngine(cfg, served_model=model, sender=sender)
+        asyncio.run(engine.generate(prompt_of(5), SamplingParams(3), "p#0"))
+        loop = engine._loop
+        engine.close()
+        assert loop.is_closed()
+        asyncio.run(asyncio.wait_for(engine.abort("p#0"), 20))
+        for call in (engine.pause, engine.resume, lambda: engine.set_memory(released=True), engine._start):
+            with pytest.raises(RolloutError, match="the engine is closed"):
+                asyncio.run(asyncio.wait_for(call(), 20))
