@@ -19,7 +19,7 @@ from moerl.rollout.engine import ServedModel, engines
 from moerl.types import Completion, SamplingParams, WeightBucket
 
 if TYPE_CHECKING:
-    from moerl.rollout.sglang.client import SglangClient
+    from moerl.rollout.sglang.client import ServerInfo, SglangClient
     from moerl.rollout.sglang.dispatcher import Dispatcher
     from moerl.rollout.sglang.servers import Server, SglangServers
     from moerl.rollout.sglang.updates import Updates, WeightSender
@@ -269,7 +269,8 @@ class SglangEngine:
             SglangClient(server.url, admin_key=server.admin_key, index=server.index, timeouts=timeouts)
             for server in self._found
         ]
-        labels, ranks = await self._look_at_servers()
+        labels, infos = await self._look_at_servers()
+        contexts = [info.context_length for info in infos if info.context_length is not None]
         dispatcher = Dispatcher(
             self._clients,
             settings=DispatchSettings(
@@ -281,11 +282,11 @@ class SglangEngine:
                 resume_aborted=cfg.resume_aborted,
             ),
             expected=Expected(model.layout if self._wants_routes else None, model.vocab_size, labels),
-            context_length=None,
+            context_length=min(contexts, default=None),
         )
         dispatcher.policy_version = self._first_version
-        for member, size in zip(dispatcher.pool.members, ranks, strict=True):
-            dispatcher.pool.set_ranks(member, size)
+        for member, info in zip(dispatcher.pool.members, infos, strict=True):
+            dispatcher.pool.set_ranks(member, info.data_size)
         self._updates = Updates(dispatcher, self._sender, pause_mode=cfg.pause_mode)  # pyright: ignore[reportArgumentType]
         self._watch = Watch(
             dispatcher,
@@ -296,16 +297,17 @@ class SglangEngine:
         self._watch.start()
         self._dispatcher = dispatcher
 
-    async def _look_at_servers(self) -> tuple[dict[str, int], list[int]]:
-        """Labels of the weights at the start -> their version, and data-parallel ranks of each server.
+    async def _look_at_servers(self) -> tuple[dict[str, int], list[ServerInfo]]:
+        """Labels of the weights at the start -> their version, and what each server says of itself.
 
         A label that is a number may be another run's version, so it is replaced by one that is none.
 
         Raises:
-            RolloutError: a server does not answer, or was started without the routes that are needed.
+            RolloutError: a server does not answer, has too little room, or was started without the routes that are
+                needed.
         """
         labels: dict[str, int] = {}
-        ranks = []
+        infos = []
         for client in self._clients:
             info = await client.server_info()
             label = (await client.model_info()).weight_version
@@ -316,12 +318,19 @@ class SglangEngine:
                     f"{client.url} was started without --enable-return-routed-experts, but routes are needed (R3); "
                     "start it with that flag, or choose another algorithm.routing"
                 )
+            longest = self._model.longest_tokens
+            if info.context_length is not None and info.context_length < longest:
+                raise RolloutError(
+                    f"{client.url} holds {info.context_length} tokens of prompt and answer, but data.max_prompt_tokens "
+                    f"+ rollout.max_new_tokens is {longest}; lower them, or start it with a larger --context-length "
+                    "and --max-total-tokens (rollout.engine.servers.context_tokens, max_total_tokens)"
+                )
             if label.isdigit() and int(label) != self._first_version:
                 label = f"start-{secrets.token_hex(4)}"
                 await client.relabel(label)
             labels[label] = self._first_version
-            ranks.append(info.data_size)
-        return labels, ranks
+            infos.append(info)
+        return labels, infos
 
     async def _revive(self, index: int, is_hung: bool) -> None:
         """Start a server that was launched here and has died, or has answered nothing for so long that it hangs."""

@@ -219,6 +219,26 @@ def test_a_server_without_routes_is_refused_where_they_are_needed(tmp_path):
             assert asyncio.run(answer(engine)).routed_experts is None
 
 
+def test_a_server_without_room_for_the_longest_answer_is_refused(tmp_path):
+    with FakeServer(FakeEngineConfig(context_length=12)) as server:
+        model = ServedModel(tmp_path, tmp_path, 320, LAYOUT, wants_routes=True, longest_tokens=13)
+        engine = SglangEngine(SglangEngineConfig(urls=[server.url]), served_model=model, sender=sender_to(tmp_path))
+        words = r"holds 12 tokens of prompt and answer, but .*rollout.max_new_tokens is 13; lower them, or start it"
+        with pytest.raises(RolloutError, match=words):
+            asyncio.run(answer(engine))
+        engine.close()
+
+
+def test_no_more_is_asked_for_than_the_smallest_server_has_room_for(tmp_path):
+    """BUGS 28."""
+    cfg = FakeEngineConfig(context_length=12)
+    with FakeServer() as large, FakeServer(cfg) as small, engine_over(tmp_path, large, small) as engine:
+        assert len(asyncio.run(answer(engine, budget=9)).token_ids) == 12 - len(PROMPT)
+        full = engine.generate(prompt_of(12), SamplingParams(1), "q#0")
+        with pytest.raises(RolloutError, match="leaves no room in a context of 12; nothing was asked"):
+            asyncio.run(full)
+
+
 def test_an_engine_needs_urls_or_servers(tmp_path):
     model = ServedModel(tmp_path, tmp_path, 320, LAYOUT, wants_routes=True)
     with pytest.raises(ConfigError, match=r"needs either urls, of servers that run, .* it has neither"):
