@@ -250,6 +250,7 @@ def served_model(cfg: RunConfig) -> ServedModel:
         vocab_size=sizes["vocab_size"],
         layout=layout,
         wants_routes=cfg.algorithm.routing == "R3",
+        longest_tokens=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,15 @@ def weight_sender(cfg: RunConfig, place: Path | None = None) -> Any:
             f"weight_sync.transport={plugin.name} reaches no server of rollout.engine={cfg.rollout.engine['name']}; "
             "set it to disk, tensor or distributed"
         )
-    folder = place or (Path(cfg.weight_sync.folder) if cfg.weight_sync.folder else folder_of(cfg))
-    return plugin.traits["sender"](
-        transport_cfg, SenderPlace(folder / "engine_weights", Path(cfg.model.path), _quantisation(cfg))
-    )
+    folder = _versions_folder(cfg) if place is None else place / "engine_weights"
+    return plugin.traits["sender"](transport_cfg, SenderPlace(folder, Path(cfg.model.path), _quantisation(cfg)))
+
+
+def _versions_folder(cfg: RunConfig) -> Path:
+    """Nobody else's: two runs that share `weight_sync.folder`, even of one name, must not see each other's versions."""
+    if not cfg.weight_sync.folder:
+        return folder_of(cfg) / "engine_weights"  # the run folder is locked while a run is at it
+    return Path(cfg.weight_sync.folder) / f"{Path(cfg.run.name).name}-{secrets.token_hex(4)}"
 
 
 def build_publisher(

@@ -330,7 +330,8 @@ class WeightSyncSection:
     precision: str = "as_is"
     """Of what servers are sent: `as_is` (the trainer's own), `bf16`, or `fp8_block` (as the FP8 folder they serve)."""
     folder: str = ""
-    """Where versions are written for servers, which see it under the same path; empty: in the run's folder."""
+    """Where versions are written for servers, which see it under the same path, each run's in a folder of its own;
+    empty: in the run's folder."""
 
 
 @dataclass

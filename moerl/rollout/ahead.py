@@ -324,3 +324,8 @@ class AheadBuffer:
                 group = RolloutGroup(self._rooms.find(saved[0]), tuple(loaded_trajectory(one) for one in saved[1]))
             self._dropped.append(_Dropped(reason, group))
         self._totals = {key: int(state[key]) for key in COUNTERS}
+        for ticket in list(self._plan.tickets.values()):  # saved after its last episode, and before a filter saw it
+            reason = ticket.group and why_dropped(ticket.group, self._rooms.group_filter)
+            if ticket.group is not None and reason is not None:
+                self._plan.refuse(ticket)
+                self._dropped.append(_Dropped(reason, ticket.group))

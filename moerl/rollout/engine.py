@@ -120,6 +120,8 @@ class ServedModel:
     """None: no layer has experts."""
     wants_routes: bool
     """The algorithm replays the engine's routes."""
+    longest_tokens: int = 0
+    """Of a prompt and its answer, as the configuration bounds them."""
 
 
 def request_id(prompt_id: str, index: int) -> str:

@@ -11,6 +11,7 @@ dropped, and its connections close with it.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -157,12 +158,14 @@ class UpdateGroup:
 
     def abort(self) -> None:
         """End what another thread of this process waits for in the group, where the backend can; never raises."""
-        try:
+        # where a backend says that it has none; gloo's does nothing: its operations end by their timeout
+        with contextlib.suppress(RuntimeError):
             self._group.abort()
-        except (
-            RuntimeError
-        ):  # where a backend says that it has none; gloo's does nothing: its operations end by their timeout
-            return
+        self.leave()
+
+    def leave(self) -> None:
+        """Close the store, so that the next group may listen on the same port. What was built works on."""
+        self._rendezvous.call_off()
 
     def _made(self, backend: str, store: Any, world_size: int, address: str) -> Any:
         if backend == "nccl":

@@ -15,7 +15,7 @@ from moerl.rollout.fake_engine.serving import FakeServer
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
 from moerl.rollout.sglang.client import ClientTimeouts, SglangClient
 from moerl.rollout.sglang.dispatcher import Dispatcher, DispatchSettings
-from moerl.rollout.sglang.watch import Replay, Watch, WatchSettings
+from moerl.rollout.sglang.watch import Replay, Revive, Watch, WatchSettings
 from moerl.rollout.sglang.wire import Expected, WireRequest
 from moerl.types import SamplingParams
 
@@ -50,15 +50,20 @@ async def dispatching(
     *,
     watch: bool = False,
     replay: Replay | None = None,
+    revive: Revive | None = None,
     expected: Expected = EXPECTED,
+    watch_settings: WatchSettings = QUICK_WATCH,
+    health_seconds: float = 5.0,
     **settings: Any,
 ) -> AsyncIterator[Dispatcher]:
     """A dispatcher over `servers`, closed at the end, with retries that do not wait long."""
-    timeouts = ClientTimeouts(connect_seconds=5.0, control_seconds=20.0, update_seconds=20.0, health_seconds=5.0)
+    timeouts = ClientTimeouts(
+        connect_seconds=5.0, control_seconds=20.0, update_seconds=20.0, health_seconds=health_seconds
+    )
     clients = [SglangClient(server.url, index=i, timeouts=timeouts) for i, server in enumerate(servers)]
     given = {"retry_wait_seconds": 0.01, **settings}
     dispatcher = Dispatcher(clients, settings=DispatchSettings(**given), expected=expected)
-    looks_after = Watch(dispatcher, settings=QUICK_WATCH, replay=replay)
+    looks_after = Watch(dispatcher, settings=watch_settings, replay=replay, revive=revive)
     if watch:
         looks_after.start()
     try:

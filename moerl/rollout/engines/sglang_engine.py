@@ -22,7 +22,7 @@ from moerl.rollout.sglang.counts import Differences
 from moerl.types import Completion, SamplingParams, WeightBucket
 
 if TYPE_CHECKING:
-    from moerl.rollout.sglang.client import SglangClient
+    from moerl.rollout.sglang.client import ServerInfo, SglangClient
     from moerl.rollout.sglang.dispatcher import Dispatcher
     from moerl.rollout.sglang.servers import Server, SglangServers
     from moerl.rollout.sglang.updates import Updates, WeightSender
@@ -175,7 +175,7 @@ class SglangEngine:
 
     async def abort(self, request_id: str) -> None:
         """End one request; `generate` returns what it has, with finish reason `abort`."""
-        if self._dispatcher is not None:
+        if self._dispatcher is not None and not self._closed:
             await self._on_loop(self._dispatcher.abort(request_id))
 
     async def pause(self) -> None:
@@ -208,10 +208,10 @@ class SglangEngine:
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._launched is not None:
+            self._launched.close()
         if self._thread is not None:
             self._thread.join()
-        if self._launched is not None:
-            self._launched.stop()
         self._sender.close()
 
     def _find_servers(self) -> Sequence[Server]:
@@ -230,9 +230,12 @@ class SglangEngine:
         )
         return self._launched.servers
 
-    async def _ready(self) -> Updates:
+    def _refuse_closed(self) -> None:
         if self._closed:
             raise RolloutError("the engine is closed")
+
+    async def _ready(self) -> Updates:
+        self._refuse_closed()
         await self._start()
         assert self._updates is not None
         return self._updates
@@ -240,10 +243,11 @@ class SglangEngine:
     async def _start(self) -> None:
         """Once, whoever comes first; the others wait for it. A start that failed is tried again by the next call."""
         with self._lock:
+            self._refuse_closed()
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._bridge = Bridge(self._loop)
-                self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
+                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="sglang-engine", daemon=True)
                 self._thread.start()
             if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
                 self._starting = asyncio.run_coroutine_threadsafe(self._connect(), self._loop)
@@ -252,6 +256,20 @@ class SglangEngine:
             await asyncio.shield(asyncio.wrap_future(starting))
 
     async def _connect(self) -> None:
+        """As `_connect_once`; where that fails nothing of it is left, so that it can be tried again."""
+        is_well = False
+        try:
+            await self._connect_once()
+            is_well = True
+        finally:
+            if not is_well:
+                clients, self._clients = self._clients, []
+                for client in clients:
+                    await client.close()
+                if self._launched is not None:
+                    await asyncio.to_thread(self._launched.stop)
+
+    async def _connect_once(self) -> None:
         """Launch what is to be launched, and look at every server."""
         from moerl.rollout.sglang.client import ClientTimeouts, SglangClient
         from moerl.rollout.sglang.dispatcher import Dispatcher, DispatchSettings
@@ -269,7 +287,8 @@ class SglangEngine:
             SglangClient(server.url, admin_key=server.admin_key, index=server.index, timeouts=timeouts)
             for server in self._found
         ]
-        labels, ranks = await self._look_at_servers()
+        labels, infos = await self._look_at_servers()
+        contexts = [info.context_length for info in infos if info.context_length is not None]
         dispatcher = Dispatcher(
             self._clients,
             settings=DispatchSettings(
@@ -281,11 +300,11 @@ class SglangEngine:
                 resume_aborted=cfg.resume_aborted,
             ),
             expected=Expected(model.layout if self._wants_routes else None, model.vocab_size, labels),
-            context_length=None,
+            context_length=min(contexts, default=None),
         )
         dispatcher.policy_version = self._first_version
-        for member, size in zip(dispatcher.pool.members, ranks, strict=True):
-            dispatcher.pool.set_ranks(member, size)
+        for member, info in zip(dispatcher.pool.members, infos, strict=True):
+            dispatcher.pool.set_ranks(member, info.data_size)
         self._updates = Updates(dispatcher, self._sender, pause_mode=cfg.pause_mode)  # pyright: ignore[reportArgumentType]
         self._watch = Watch(
             dispatcher,
@@ -296,16 +315,17 @@ class SglangEngine:
         self._watch.start()
         self._dispatcher = dispatcher
 
-    async def _look_at_servers(self) -> tuple[dict[str, int], list[int]]:
-        """Labels of the weights at the start -> their version, and data-parallel ranks of each server.
+    async def _look_at_servers(self) -> tuple[dict[str, int], list[ServerInfo]]:
+        """Labels of the weights at the start -> their version, and what each server says of itself.
 
         A label that is a number may be another run's version, so it is replaced by one that is none.
 
         Raises:
-            RolloutError: a server does not answer, or was started without the routes that are needed.
+            RolloutError: a server does not answer, has too little room, or was started without the routes that are
+                needed.
         """
         labels: dict[str, int] = {}
-        ranks = []
+        infos = []
         for client in self._clients:
             info = await client.server_info()
             label = (await client.model_info()).weight_version
@@ -316,20 +336,27 @@ class SglangEngine:
                     f"{client.url} was started without --enable-return-routed-experts, but routes are needed (R3); "
                     "start it with that flag, or choose another algorithm.routing"
                 )
+            longest = self._model.longest_tokens
+            if info.context_length is not None and info.context_length < longest:
+                raise RolloutError(
+                    f"{client.url} holds {info.context_length} tokens of prompt and answer, but data.max_prompt_tokens "
+                    f"+ rollout.max_new_tokens is {longest}; lower them, or start it with a larger --context-length "
+                    "and --max-total-tokens (rollout.engine.servers.context_tokens, max_total_tokens)"
+                )
             if label.isdigit() and int(label) != self._first_version:
                 label = f"start-{secrets.token_hex(4)}"
                 await client.relabel(label)
             labels[label] = self._first_version
-            ranks.append(info.data_size)
-        return labels, ranks
+            infos.append(info)
+        return labels, infos
 
-    async def _revive(self, index: int) -> None:
-        """Start a server that was launched here and has died."""
+    async def _revive(self, index: int, is_hung: bool) -> None:
+        """Start a server that was launched here and has died, or has answered nothing for so long that it hangs."""
         launched = self._launched
 
         def restart() -> None:
             with self._restart_lock:
-                if launched is not None and index in launched.dead():
+                if launched is not None and (is_hung or index in launched.dead()):
                     launched.restart(index)
                     self._num_restarts += 1
 
@@ -351,5 +378,17 @@ class SglangEngine:
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run it on the engine's loop; cancelling here cancels it there."""
-        assert self._bridge is not None
-        return await self._bridge.run(coroutine)
+        with self._lock:
+            if self._closed or self._bridge is None:
+                coroutine.close()
+                raise RolloutError("the engine is closed")
+            bridge = self._bridge
+        return await bridge.run(coroutine)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()  # its descriptors go, and idle threads that it had work done in

@@ -295,6 +295,7 @@ class FakeApp:
             "model_path": "fake",
         }
         info |= {"enable_return_routed_experts": cfg.returns_routes, "weight_version": cfg.weight_version}
+        info["context_length"] = cfg.context_length
         return _json({**info, "max_running_requests": cfg.max_running_requests, "internal_states": [], "fake": True})
 
     # steering

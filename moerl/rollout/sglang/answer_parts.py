@@ -8,7 +8,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from moerl.rollout.sglang.faults import shown
 from moerl.types import Support, TopLogprobs
+
+_MAX_ID, _MAX_DIGITS = 1 << 31, 18
+"""Of a token; of a version."""
 
 Bad = Callable[[str], NoReturn]
 """Raises with what is wrong."""
@@ -46,6 +50,10 @@ def read_support(meta: Mapping[str, Any], ids: list[int], count: int, bad: Bad) 
     masks = meta.get("output_token_sampling_mask")
     if not isinstance(masks, list) or len(masks) != count or not all(isinstance(mask, list) for mask in masks):
         bad(f"output_token_sampling_mask does not hold {count} lists of tokens")
+    for place, mask in enumerate(masks):
+        wrong = [token for token in mask if type(token) is not int or not 0 <= token < _MAX_ID]
+        if wrong:
+            bad(f"output_token_sampling_mask of token {place} holds {shown(repr(wrong[0]))}, which is no token id")
     outside = [place for place, mask in enumerate(masks) if ids[place] not in mask]
     if outside:
         bad(f"token {outside[0]} ({ids[outside[0]]}) is not among those in the running at its step")
@@ -62,18 +70,27 @@ def read_top(meta: Mapping[str, Any], count: int, wanted: int, bad: Bad) -> TopL
     ids = np.full((count, wanted), -1, dtype=np.int32)
     logprobs = np.full((count, wanted), -np.inf, dtype=np.float32)
     for place, step in enumerate(steps[:count] if isinstance(steps, list) else ()):
-        entries = (step or [])[:wanted]
-        for rank, entry in enumerate(entries):
-            if not isinstance(entry[0], float | int) or math.isnan(entry[0]):
-                bad(f"top logprob {rank} of token {place} is {entry[0]!r}")
-            logprobs[place, rank], ids[place, rank] = entry[0], entry[1]
+        if step is not None and not isinstance(step, list):
+            bad(f"output_top_logprobs of token {place} is {shown(repr(step))}, but must be a list")
+        for rank, entry in enumerate((step or [])[:wanted]):
+            logprobs[place, rank], ids[place, rank] = _top_entry(entry, rank, place, bad)
     return TopLogprobs(ids, logprobs)
+
+
+def _top_entry(entry: Any, rank: int, place: int, bad: Bad) -> tuple[float, int]:
+    value, token = entry[:2] if isinstance(entry, list) and len(entry) >= 2 else (None, None)
+    is_number = type(value) in (float, int) and not math.isnan(value)
+    if not is_number or type(token) is not int or not 0 <= token < _MAX_ID:
+        bad(f"top logprob {rank} of token {place} is {shown(repr(entry))}, but must be [logprob, token id, ...]")
+    return float(value), token
 
 
 def _version(label: Any, labels: Mapping[str, int], bad: Bad) -> int:
     text = str(label)
     if text in labels:
         return labels[text]
-    if not (text.isascii() and text.isdigit()):
-        bad(f"weight version {text!r} is none that was published from here; start the server anew, or publish first")
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
+        bad(
+            f"weight version {shown(text)!r} is none that was published from here; start the server anew, or publish first"
+        )
     return int(text)

@@ -57,6 +57,8 @@ class ServerInfo:
     data_size: int
     """Ranks of attention data parallelism; a request may choose one as `routed_dp_rank`."""
     returns_routes: bool
+    context_length: int | None
+    """Tokens of prompt and answer that it holds at most; None: it does not say."""
     values: Mapping[str, Any]
     """Everything it said; its `weight_version` is that of the start."""
 
@@ -311,7 +313,10 @@ class SglangClient:
         data = values.get("attn_dp_size") or values.get("dp_size") or 1
         if not isinstance(version, str) or not isinstance(tensor, int) or not isinstance(data, int):
             raise self._shape_fault(endpoint, values, "version, tp_size and dp_size")
-        return ServerInfo(version, tensor, data, values.get("enable_return_routed_experts") is True, values)
+        limits = [values.get(name) for name in ("context_length", "max_total_num_tokens")]
+        context = min((limit for limit in limits if type(limit) is int and limit > 0), default=None)
+        returns_routes = values.get("enable_return_routed_experts") is True
+        return ServerInfo(version, tensor, data, returns_routes, context, values)
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Give memory back; the server must be idle (paused by `abort`), or it dies. Released weights are lost.

@@ -15,6 +15,7 @@ import random
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -68,6 +69,10 @@ class _Flight:
     """Where the last attempt failed, until it was tried again."""
     is_ended: bool = False
     """Somebody asked for its end: what is there is the answer."""
+    task: asyncio.Task[object] | None = None
+    """That waits for the answer; set while a server has the request."""
+    is_cut: bool = False
+    """`task` was cancelled by `Dispatcher.cut`, which is no cancelling of the completion."""
 
 
 class Dispatcher:
@@ -80,7 +85,6 @@ class Dispatcher:
         settings: DispatchSettings | None = None,
         expected: Expected | None = None,
         context_length: int | None = None,
-        on_ejected: Callable[[Member], None] | None = None,
     ) -> None:
         """Wire it.
 
@@ -89,7 +93,6 @@ class Dispatcher:
             settings: None takes the defaults.
             expected: what every answer is held to.
             context_length: tokens of prompt and answer that the servers can hold.
-            on_ejected: told of each server that leaves.
 
         Raises:
             RolloutError: no clients.
@@ -103,7 +106,6 @@ class Dispatcher:
         self.policy_version = 0
         """Of the weights that every fit server has."""
         self._context_length = context_length
-        self._on_ejected = on_ejected
         self._flights: dict[_Flight, None] = {}
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(4)
@@ -187,9 +189,22 @@ class Dispatcher:
             raise RolloutError(f"no server is left to {what}: {why}") from failed
 
     def eject(self, member: Member, why: str) -> None:
-        """Send a server nothing more until the watch brings it back."""
-        if self.pool.eject(member, why) and self._on_ejected is not None:
-            self._on_ejected(member)
+        """Send a server nothing more until the watch brings it back.
+
+        Where it left in the middle of an update its requests are sent elsewhere: they would go on there with whatever
+        part of the weights has come, and under the old label.
+        """
+        self.pool.eject(member, why)
+        if member.must_replay:
+            self.cut(member)
+
+    def cut(self, member: Member) -> None:
+        """Give up every request that `member` has; each is lost and sent elsewhere. The server sees its socket go."""
+        for flight in self._flights:
+            is_there = flight.lane is not None and flight.lane.member is member
+            if is_there and flight.task is not None and not flight.is_cut:
+                flight.is_cut = True
+                flight.task.cancel()
 
     async def close(self) -> None:
         """Wait for the aborts that are on their way."""
@@ -246,9 +261,10 @@ class Dispatcher:
                 raise ServerError("late", member.client.url, "/generate", "ended before it was sent", "nothing")
             request = partial.request(flight.rid, lane.data_rank)
             self.counts.requests += 1
-            raw = await member.client.generate(payload(request), timeout_seconds=self.settings.request_timeout_seconds)
+            raw = await self._answer_of(flight, member, payload(request))
             answer = read_answer(raw, request, self.expected, server=member.client.url)
             self._refuse_lost_weights(member, answer, version)
+            self._refuse_foreign_weights(member, answer)
         except ServerError as error:
             self._note_failure(member, error, flight)
             raise
@@ -259,6 +275,19 @@ class Dispatcher:
         finally:
             self.pool.give_back(lane)
 
+    async def _answer_of(self, flight: _Flight, member: Member, body: dict[str, Any]) -> Any:
+        """What the server says; while it is awaited, `cut` may give it up."""
+        flight.task, flight.is_cut = asyncio.current_task(), False
+        try:
+            return await member.client.generate(body, timeout_seconds=self.settings.request_timeout_seconds)
+        except asyncio.CancelledError as error:
+            if not flight.is_cut or flight.task is None or flight.task.uncancel():  # the caller cancelled it too
+                raise
+            came = f"no answer until the server was taken out ({member.why_out})"
+            raise ServerError("lost", member.client.url, "/generate", came, "see its log") from error
+        finally:
+            flight.task = None
+
     def _refuse_lost_weights(self, member: Member, answer: Answer, version: int) -> None:
         """A server that was started anew between two checks answers with the weights of its start."""
         if answer.spans and answer.spans[0][2] < version:
@@ -268,6 +297,18 @@ class Dispatcher:
                 "/generate",
                 f"tokens of policy version {answer.spans[0][2]}, although {version} was published before",
                 "the server lost its weights; they are sent again",
+            )
+
+    def _refuse_foreign_weights(self, member: Member, answer: Answer) -> None:
+        """Nobody here published what is newer than what is served from here."""
+        newest = max((version for _, _, version in answer.spans), default=0)
+        if newest > self.policy_version:
+            raise ServerError(
+                "bad_answer",
+                member.client.url,
+                "/generate",
+                f"tokens of policy version {newest}, although {self.policy_version} is the newest that was published",
+                "another trainer publishes to this server: give each run servers of its own",
             )
 
     def _note_failure(self, member: Member, error: ServerError, flight: _Flight) -> None:

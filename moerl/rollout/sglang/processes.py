@@ -94,11 +94,18 @@ class ServerProcess:
         """Start it; returns at once.
 
         Raises:
-            RolloutError: its Python cannot be run.
+            RolloutError: its Python cannot be run, or its log cannot be written.
         """
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         order = {"command": self._command, "secret": self._secret, "grace_seconds": self._grace}
-        with self.log_path.open("ab") as log:
+        try:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            opened = self.log_path.open("ab")
+        except OSError as error:
+            raise RolloutError(
+                f"cannot open the server's log, {self.log_path} ({error.strerror}); make room, or set run.output_dir to "
+                "a folder that can be written"
+            ) from error
+        with opened as log:
             try:
                 self._keeper = subprocess.Popen(
                     [self._command[0], "-I", "-S", str(Path(keeper.__file__))],

@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ def has_nvidia() -> bool:
 
 
 class SglangServers:
-    """The servers that one run starts on this node. Calls may come from any thread, one at a time."""
+    """The servers that one run starts on this node. Calls may come from any thread, one at a time; `close` at any time."""
 
     def __init__(
         self,
@@ -112,6 +113,9 @@ class SglangServers:
             for index, port in enumerate(ports)
         )
         self._processes = [self._process(server) for server in self.servers]
+        self._lock = threading.Lock()
+        """Of everything that is done to a process, and of `_is_closed`."""
+        self._is_closed = False
 
     def command(self, index: int) -> list[str]:
         """What is run for server `index`; the key is not in it."""
@@ -130,7 +134,8 @@ class SglangServers:
         """Start all and wait until every one of them is healthy; on any failure, Ctrl-C included, none is left.
 
         Raises:
-            RolloutError: one ended, or was not healthy in `start_seconds`; holds the end of its log.
+            RolloutError: one ended, or was not healthy in `start_seconds`, and holds the end of its log; or they were
+                closed meanwhile.
         """
         is_well = False
         try:
@@ -148,33 +153,43 @@ class SglangServers:
         It serves the weights of the model's folder: send it the present ones before it gets a request.
 
         Raises:
-            RolloutError: it did not come up; it is not running then.
+            RolloutError: it did not come up, or they were closed; it is not running then.
         """
         is_well = False
         try:
-            self._processes[index].stop()
+            with self._lock:
+                self._refuse_closed()
+                self._processes[index].stop()
             self._launch(index)
             self._wait([index])
             is_well = True
         finally:
             if not is_well:
-                self._processes[index].stop()
+                with self._lock:
+                    self._processes[index].stop()
 
     def dead(self) -> dict[int, str]:
         """Servers that have ended although nobody stopped them -> why, with the end of their log."""
         found = {}
         for server, process in zip(self.servers, self._processes, strict=True):
-            status = process.status()
+            with self._lock:
+                status = process.status()
             if status is not None:
                 found[server.index] = f"it {_ending(status)}; the end of {server.log_path}:\n{tail(process.log_path)}"
         return found
 
     def stop(self) -> None:
         """End all of them, with everything they started. A second call does nothing."""
-        for process in self._processes:
-            process.ask_to_stop()
-        for process in self._processes:
-            process.stop()
+        with self._lock:
+            for process in self._processes:
+                process.ask_to_stop()
+            for process in self._processes:
+                process.stop()
+
+    def close(self) -> None:
+        """End all of them for good: nothing is started any more, and a start that is under way in a thread fails."""
+        self._is_closed = True  # before the lock: whoever holds it, or waits for it, starts nothing new
+        self.stop()
 
     def _process(self, server: Server) -> ServerProcess:
         assert server.log_path is not None
@@ -194,7 +209,13 @@ class SglangServers:
                 raise RolloutError(f"server {index}: port {port} of {host} is taken by another process; start again")
             time.sleep(0.2)
         _LOG.info("server %d starts on %s (%s); log: %s", index, host, self._device, self.servers[index].log_path)
-        self._processes[index].start()
+        with self._lock:
+            self._refuse_closed()
+            self._processes[index].start()
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise RolloutError("the servers were closed; nothing is started any more")
 
     def _wait(self, indices: Sequence[int]) -> None:
         """Until all of them are healthy."""
@@ -214,7 +235,9 @@ class SglangServers:
     def _is_ready(self, index: int, start: float) -> bool:
         server, process = self.servers[index], self._processes[index]
         seconds = time.monotonic() - start
-        status = process.status()
+        with self._lock:
+            self._refuse_closed()
+            status = process.status()
         if status is not None or seconds > self._config.start_seconds:
             why = (
                 f"was not healthy after {self._config.start_seconds:g} s ({WHERE}.start_seconds)"
@@ -227,7 +250,9 @@ class SglangServers:
             )
         if not is_healthy(server.url):
             return False
-        process.tell_ready()
+        with self._lock:
+            self._refuse_closed()
+            process.tell_ready()
         _LOG.info("server %d is ready after %.0f s", index, seconds)
         return True
 

@@ -80,6 +80,10 @@ class Updates:
         self._names: set[str] = set()
         self._needs_cache = False
         """Weights were taken back and the cache not yet: it comes after the next update."""
+        self._lock = asyncio.Lock()
+        """Held from the recall of servers to the commit, or to the end of giving up; and while one is sent its weights
+        again: an old version must not come between two buckets."""
+        self._has_lock = False
         self.num_updates = 0
 
     async def pause(self) -> None:
@@ -113,6 +117,7 @@ class Updates:
             if not self._sender.is_staged and not self._is_paused:
                 await self.pause()
             if not self._sender.is_staged and is_first:
+                await self._take_lock()
                 self._dispatcher.pool.shut(MIXED)
                 await self._recall()
             if not self._sender.is_staged:
@@ -151,8 +156,24 @@ class Updates:
         return MIXED in self._dispatcher.pool.shut_by
 
     async def replay(self, client: SglangClient) -> bool:
-        """For the watch: the weights of now, to one server that came back."""
-        return await self._sender.replay(client, self._dispatcher.policy_version)
+        """For the watch: the weights of now, to one server that came back. False too where an update is under way."""
+        pool = self._dispatcher.pool
+        if pool.shut_by:
+            return False
+        async with self._lock:
+            if pool.shut_by or any(member.client is client for member in pool.fit):
+                return False
+            return await self._sender.replay(client, self._dispatcher.policy_version)
+
+    async def _take_lock(self) -> None:
+        if not self._has_lock:
+            await self._lock.acquire()
+            self._has_lock = True
+
+    def _leave_lock(self) -> None:
+        if self._has_lock:
+            self._has_lock = False
+            self._lock.release()
 
     def _check(self, bucket: WeightBucket) -> None:
         if self._open_version not in (None, bucket.version):
@@ -170,6 +191,7 @@ class Updates:
         """Serve the new weights, and nothing computed from the old ones."""
         was_paused = self._is_paused
         await self.pause()
+        await self._take_lock()
         self._drop(await self._sender.commit(version, self._clients()))
         if self._clients():  # a staged version without them waits for those that come back
             await self._dispatcher.on_each(lambda client: _check_label(client, version), f"take version {version}")
@@ -182,6 +204,7 @@ class Updates:
         self.num_updates += 1
         for reason in (MIXED, RELEASED):
             self._dispatcher.pool.open(reason)
+        self._leave_lock()
         if not was_paused:
             await self.resume()
 
@@ -196,9 +219,12 @@ class Updates:
 
     async def _give_up(self) -> None:
         self._open_version, self._names = None, set()
-        await self._sender.give_up(self._clients())
-        if MIXED in self._dispatcher.pool.shut_by:
-            await self._restore()
+        try:
+            await self._sender.give_up(self._clients())
+            if MIXED in self._dispatcher.pool.shut_by:
+                await self._restore()
+        finally:
+            self._leave_lock()
 
     async def _recall(self) -> None:
         """Servers that are out for want of weights, and answer, get the whole update with the others."""

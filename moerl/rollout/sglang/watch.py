@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 Replay = Callable[[SglangClient], Awaitable[bool]]
 """Send the weights of now to one server, which then carries their label; False: there is nothing to send them from."""
 
-Revive = Callable[[int], Awaitable[None]]
-"""Start server number `index` anew if its process is dead. Returns once it is started, not once it is healthy."""
+Revive = Callable[[int, bool], Awaitable[None]]
+"""(number of a server, whether it hangs) -> start it anew if its process is dead, or if it hangs."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class WatchSettings:
     first_probe_seconds: float = 0.5
     """Before a server that was ejected is first looked at; doubled each time."""
     longest_probe_seconds: float = 15.0
+    probes_to_restart: int = 4
+    """In a row that a server which is out did not answer, before it is started anew though its process lives."""
     no_server_seconds: float = 600.0
     """After so long without any fit server, what waits fails."""
 
@@ -52,6 +55,7 @@ class Watch:
         revive: Revive | None = None,
     ) -> None:
         """`replay` None: a server with other weights stays out. `revive` None: nobody restarts servers."""
+        self._silent: Counter[Member] = Counter()
         self._dispatcher = dispatcher
         self._settings = settings or WatchSettings()
         self._replay = replay
@@ -74,15 +78,20 @@ class Watch:
 
     async def try_return(self, member: Member) -> bool:
         """Bring an ejected server back if it is healthy and has, or gets, the weights of now."""
-        pool, client = self._dispatcher.pool, member.client
+        pool, client, ejections = self._dispatcher.pool, member.client, member.num_ejections
         if pool.shut_by:
             return False
+        if not await self._answers(member):
+            if not pool.shut_by:  # a pause that came meanwhile makes no server silent
+                self._silent[member] += 1
+                self._dispatcher.cut(member)
+            return False
+        self._silent[member] = 0
         try:
-            await client.continue_generation()  # it may have been paused when it left, and is not healthy then
-            if not await client.health():
-                return False
             is_current = not member.must_replay and await self._has_weights(client)
             if not is_current and not await self._get_weights(client):
+                if pool.shut_by:
+                    return False
                 logger.error(
                     "%s is healthy but has other weights than version %d, and there is nothing to send them from; it "
                     "stays out until the next update",
@@ -93,10 +102,23 @@ class Watch:
         except MoerlError as error:
             logger.info("%s is still out (%s)", member.name, error)
             return False
-        if pool.shut_by:  # an update began meanwhile: what it has may be old by now
+        if pool.shut_by or member.num_ejections != ejections:  # an update came meanwhile: what it has may be old by now
             return False
         pool.readmit(member)
         return True
+
+    async def _answers(self, member: Member) -> bool:
+        """Whether it goes on and its scheduler answers."""
+        client = member.client
+        try:
+            async with asyncio.timeout(2 * client.timeouts.health_seconds):
+                if member.must_replay:  # nobody waits for what it has, and it has a part of the weights
+                    await client.abort_all()
+                await client.continue_generation()  # it may have been paused when it left, and is not healthy then
+                return await client.health()
+        except (MoerlError, TimeoutError) as error:
+            logger.info("%s does not answer (%s)", member.name, error)
+            return False
 
     async def _get_weights(self, client: SglangClient) -> bool:
         if self._replay is None or not await self._replay(client):
@@ -124,6 +146,7 @@ class Watch:
             await self._sleep_while_fit(member)
             if member.state == "fit" and not await self._is_healthy(member):
                 self._dispatcher.eject(member, "its health check failed")
+                self._dispatcher.cut(member)  # it may be silent for as long as a request is waited for
 
     async def _is_healthy(self, member: Member) -> bool:
         """True where a pause came before or during the check."""
@@ -139,10 +162,13 @@ class Watch:
     async def _revive_quietly(self, member: Member) -> None:
         if self._revive is None:
             return
+        is_hung = self._silent[member] >= self._settings.probes_to_restart
         try:
-            await self._revive(member.client.index)
+            await self._revive(member.client.index, is_hung)
         except MoerlError as error:
             logger.warning("%s was not started anew (%s)", member.name, error)
+        if is_hung:
+            self._silent[member] = 0
 
     async def _fail_what_waits(self) -> None:
         pool = self._dispatcher.pool

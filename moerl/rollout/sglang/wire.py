@@ -201,7 +201,7 @@ class _Reader:
                 raise
             return self._without_tokens(len(ids))
         spans = read_spans(self._meta, len(ids), self._expected.labels, self._bad)
-        retractions = int(self._meta.get("num_retractions") or 0)
+        retractions = self._count("num_retractions")
         prompt = len(self._request.token_ids)
         is_recomputed = retractions > 0 and len(spans) > 1
         return Answer(
@@ -213,10 +213,16 @@ class _Reader:
             true_from=prompt + max(start for start, _, _ in spans) - 1 if is_recomputed else 0,
             support=self._read_support(len(ids)),
             top_logprobs=self._read_top(len(ids)),
-            cached_tokens=int(self._meta.get("cached_tokens") or 0),
+            cached_tokens=self._count("cached_tokens"),
             num_retractions=retractions,
             num_dropped=0,
         )
+
+    def _count(self, name: str) -> int:
+        value = self._meta.get(name)
+        if value is not None and (type(value) is not int or value < 0):
+            self._bad(f"{name} is {shown(repr(value))}, but must be a number of 0 or more")
+        return value or 0
 
     def _read_finish(self) -> FinishReason:
         reason = self._meta.get("finish_reason")

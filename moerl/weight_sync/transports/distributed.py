@@ -86,6 +86,8 @@ class DistributedSender(LiveSender):
 
     def close(self) -> None:
         """Close the group's connections; servers note it when they are next asked."""
+        if self._group is not None:
+            self._group.leave()
         self._group = None
         super().close()
 
@@ -136,6 +138,7 @@ class DistributedSender(LiveSender):
         }
         broken = await _both(own, posts, call_off=meeting.call_off)
         if broken.failures:
+            meeting.call_off()
             return broken
         self._group, self._members, self._name = own.result(), servers, name
         return None
@@ -144,6 +147,7 @@ class DistributedSender(LiveSender):
         """Drop the group here first, so that ranks that wait in it are let go, then at the servers that live."""
         if self._group is None:
             return
+        self._group.leave()
         self._group, self._members = None, []
         name = self._name
         await on_each(servers, lambda server: _in_time(server, server.destroy_group(name)))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import pytest
 import torch
@@ -270,6 +271,29 @@ def test_a_server_that_dies_in_a_broadcast_costs_the_others_one_bucket(place, mo
         servers[1].in_session = False
         assert await update(sender, servers, policy(3), 3) == {}
         assert all(server.holds(policy(3)) for server in servers)
+
+    asyncio.run(run())
+
+
+def test_a_fixed_port_serves_every_group_in_turn(place):
+    """The group is built again after a refused bucket, at the port where the one before met."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    async def run():
+        sender = make("distributed", place, port=port, timeout_seconds=10.0)
+        servers = [WeightServerStandIn(url="one"), WeightServerStandIn(url="two")]
+        assert await update(sender, servers, policy(1), 1) == {}
+        servers[1].faults["distributed"] = servers[1].calls.count("distributed")
+        assert set(await update(sender, servers, policy(2), 2)) == {servers[1]}
+        servers[1].in_session = False
+        assert await update(sender, servers, policy(3), 3) == {}
+        assert all(server.holds(policy(3)) for server in servers)
+        await sender.give_up(servers)
+        assert await update(sender, servers, policy(4), 4) == {}
+        assert servers[0].calls.count("init") == 4
+        sender.close()
 
     asyncio.run(run())
 

@@ -14,6 +14,7 @@ from moerl.errors import WeightSyncError
 from moerl.rollout.fake_engine.serving import FakeServer
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
 from moerl.rollout.sglang.updates import Updates
+from moerl.rollout.sglang.watch import Watch
 from moerl.types import SamplingParams
 from moerl.weight_sync.buckets import make_buckets
 from moerl.weight_sync.servers import SenderPlace
@@ -163,6 +164,75 @@ def test_a_server_that_lost_its_weights_gets_them_from_the_copy_or_with_the_next
                 assert len(dispatcher.pool.fit) == 1
                 await publish(updates, 2)
                 assert len(dispatcher.pool.fit) == 2
+                assert server.state()["label"] == other.state()["label"] == "2"
+
+        asyncio.run(main())
+
+
+def update_calls(server):
+    names = ("/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/update_weights_from_disk")
+    return [call for call in server.state()["calls"] if call in names]
+
+
+async def came_back_out_of_date(server, dispatcher, updates):
+    """Version 1 is published with a copy on the disk; one server was started anew and is out. Returns it."""
+    await publish(updates, 1)
+    (member, *_) = dispatcher.pool.members
+    dispatcher.eject(member, "the test")
+    server.restart()
+    server.call(lambda app: app.state.calls.clear())
+    return member
+
+
+UPDATE_CALLS = ["/begin_weight_update", *["/update_weights_from_tensor"] * NUM_BUCKETS, "/end_weight_update"]
+
+
+def test_weights_are_not_sent_again_into_an_update_that_began_meanwhile(place):
+    """The watch looks at the gate, asks for the label, and an update calls the server before the answer comes."""
+    with FakeServer() as server, FakeServer() as other:
+
+        async def main():
+            sender = make("tensor", place, keep_copy=True)
+            async with updating([server, other], sender) as (dispatcher, updates):
+                member = await came_back_out_of_date(server, dispatcher, updates)
+                asked = server.state()["counts"]["/model_info"]
+                server.set_faults({"kind": "slow", "endpoint": "/model_info", "seconds": 0.3})
+                watch = Watch(dispatcher, replay=updates.replay)
+                back = asyncio.create_task(watch.try_return(member))
+                await until(lambda: server.state()["counts"]["/model_info"] > asked)
+                first, *rest = make_buckets(WEIGHTS.items(), version=2, bucket_bytes=128, is_summed=False)
+                await updates.take(first)
+                assert not await asyncio.wait_for(back, 20)
+                for bucket in rest:
+                    await updates.take(bucket)
+                assert update_calls(server) == UPDATE_CALLS
+                assert server.state()["label"] == "2"
+
+        asyncio.run(main())
+
+
+def test_an_update_waits_for_weights_that_are_being_sent_again(place):
+    with FakeServer() as server, FakeServer() as other:
+
+        async def main():
+            sender = make("tensor", place, keep_copy=True)
+            async with updating([server, other], sender) as (dispatcher, updates):
+                member = await came_back_out_of_date(server, dispatcher, updates)
+                server.set_faults({"kind": "slow", "endpoint": "/update_weights_from_disk", "seconds": 0.3})
+                watch = Watch(dispatcher, replay=updates.replay)
+                back = asyncio.create_task(watch.try_return(member))
+                await until(lambda: "/update_weights_from_disk" in update_calls(server))
+                first, *rest = make_buckets(WEIGHTS.items(), version=2, bucket_bytes=128, is_summed=False)
+                label = []
+                server.call(lambda app: label.append(app.state.label))
+                await updates.take(first)
+                server.call(lambda app: label.append(app.state.label))
+                assert label == ["default", "1"], "the old version was whole before the first bucket of the next"
+                for bucket in rest:
+                    await updates.take(bucket)
+                await updates.resume()
+                await asyncio.wait_for(back, 20)
+                assert update_calls(server) == ["/update_weights_from_disk", *UPDATE_CALLS]
                 assert server.state()["label"] == other.state()["label"] == "2"
 
         asyncio.run(main())

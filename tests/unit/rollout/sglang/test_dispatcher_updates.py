@@ -7,11 +7,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fake_servers import SLOW, dispatching, prompt_of, should_sample, until
+from fake_servers import QUICK_WATCH, SLOW, dispatching, prompt_of, should_sample, until
 
 from moerl.errors import RolloutError
 from moerl.rollout.fake_engine.serving import FakeServer
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
+from moerl.rollout.sglang.watch import WatchSettings
 from moerl.types import SamplingParams
 
 PROMPT = prompt_of(5)
@@ -80,14 +81,94 @@ def test_what_waits_fails_when_no_server_comes_back():
     ) as bad:
 
         async def main():
-            async with dispatching([bad], watch=True) as d:
-                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(4), "p#0"))
-                await until(lambda: d.pool.num_waiting == 1)
-                d.pool.fail(RolloutError("no server was fit"))
-                await task
+            soon = WatchSettings(first_probe_seconds=0.02, longest_probe_seconds=0.1, no_server_seconds=0.2)
+            async with dispatching([bad], watch=True, watch_settings=soon) as d:
+                await asyncio.wait_for(d.generate(PROMPT, SamplingParams(4), "p#0"), 20)
 
-        with pytest.raises(RolloutError, match="no server was fit"):
+        with pytest.raises(RolloutError, match=r"no server was fit for 0.2 s \(server 0 .*see their logs"):
             asyncio.run(main())
+
+
+def test_weights_of_another_trainer_are_no_answer():
+    with FakeServer() as server:
+
+        async def main():
+            async with dispatching([server]) as d:
+                d.policy_version = 3
+                server.call(lambda app: app.state.note_update(b"", "4"))
+                await d.generate(PROMPT, SamplingParams(4), "p#0")
+
+        words = r"request p#0: .*policy version 4, although 3 is the newest .*another trainer publishes to this server"
+        with pytest.raises(RolloutError, match=words):
+            asyncio.run(main())
+
+
+HANGS = [
+    {"kind": "hang", "endpoint": f"/{name}", "times": -1} for name in ("generate", "health", "continue_generation")
+]
+
+
+def test_requests_of_a_server_that_went_silent_are_sent_elsewhere():
+    """Long before `request_timeout_seconds`: its sockets stay open, so nothing else tells."""
+    with FakeServer(faults=HANGS) as silent, FakeServer() as good:
+
+        async def main():
+            async with dispatching([silent, good], watch=True, health_seconds=0.3, affinity_slack=0) as d:
+                calls = [d.generate(PROMPT, SamplingParams(6, seed=i), f"p/{i}#0") for i in range(4)]
+                answers = await asyncio.gather(*calls)
+                assert d.pool.members[0].why_out == "its health check failed"
+                assert (d.counts.completions, d.pool.num_running, d.num_in_flight) == (4, 0, 0)
+                return answers
+
+        for i, got in enumerate(asyncio.run(main())):
+            np.testing.assert_array_equal(got.token_ids, should_sample(PROMPT, 6, seed=i)[0])
+        assert silent.state()["counts"]["/generate"] == 2
+
+
+def test_a_server_that_went_silent_after_it_was_taken_out_keeps_no_request():
+    """Nobody checks the health of one that is out, but whether it answers when it is asked to come back."""
+    with FakeServer(faults=HANGS) as silent, FakeServer() as good:
+
+        async def main():
+            async with dispatching([silent, good], watch=True, health_seconds=0.3) as d:
+                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(6, seed=1), "p#0"))
+                await until(lambda: d.pool.num_running == 1)
+                d.eject(d.pool.members[0], "three answers were 500")
+                return await task
+
+        np.testing.assert_array_equal(asyncio.run(main()).token_ids, should_sample(PROMPT, 6, seed=1)[0])
+
+
+def test_cancelling_a_request_that_is_cut_at_the_same_time_cancels_it():
+    with FakeServer(faults=HANGS) as silent:
+
+        async def main():
+            async with dispatching([silent]) as d:
+                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(6), "p#0"))
+                await until(lambda: silent.state()["counts"].get("/generate"))
+                d.cut(d.pool.members[0])
+                task.cancel()
+                await asyncio.wait({task})
+                return task.cancelled(), d.num_in_flight, d.pool.num_running
+
+        assert asyncio.run(main()) == (True, 0, 0)
+
+
+def test_a_server_that_stays_silent_is_started_anew_though_its_process_lives():
+    with FakeServer(faults=HANGS) as server:
+        asked = []
+
+        async def revive(index, is_hung):
+            asked.append(is_hung)
+            if is_hung:
+                server.set_faults()
+
+        async def main():
+            async with dispatching([server], watch=True, health_seconds=0.1, revive=revive) as d:
+                return await d.generate(PROMPT, SamplingParams(6, seed=1), "p#0")
+
+        np.testing.assert_array_equal(asyncio.run(main()).token_ids, should_sample(PROMPT, 6, seed=1)[0])
+        assert asked == [False] * QUICK_WATCH.probes_to_restart + [True]
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 
@@ -193,6 +194,39 @@ def test_a_trainer_that_ends_while_servers_start_leaves_none(trainer, tmp_path, 
     process.send_signal(number)
     assert process.wait() != 0
     process.stdout.close()
+    all_gone(tmp_path)
+
+
+def test_closing_while_servers_start_ends_the_start(make, tmp_path, monkeypatch):
+    """The thread that waits for health would go on for `start_seconds`, and the process with it."""
+    monkeypatch.setenv("FAKE_SGLANG", "never")
+    servers, raised = make(start_seconds=900.0), []
+
+    def start():
+        try:
+            servers.start()
+        except RolloutError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    wait_for(lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 2)
+    servers.close()
+    thread.join(WAIT_SECONDS)
+    assert not thread.is_alive()
+    assert raised == ["the servers were closed; nothing is started any more"]
+    all_gone(tmp_path)
+
+
+def test_closed_servers_are_not_started_again(make, tmp_path):
+    servers = make()
+    servers.start()
+    first = fake_sglang.pids(tmp_path)
+    servers.close()
+    for call in (servers.start, lambda: servers.restart(0)):
+        with pytest.raises(RolloutError, match="the servers were closed"):
+            call()
+    assert fake_sglang.pids(tmp_path) == first
     all_gone(tmp_path)
 
 

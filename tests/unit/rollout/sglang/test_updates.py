@@ -153,6 +153,28 @@ def test_a_crash_in_the_middle_of_an_update_ends_with_the_new_weights(tmp_path):
         assert a.state()["label"] == "2"
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_requests_held_by_a_server_that_failed_an_update_never_go_on_there(tmp_path, mode):
+    """It comes back with a part of the weights; SGLang would let them go on, under the old label, before the replay."""
+    with FakeServer(SLOW) as a, FakeServer(SLOW) as b, engine_over(tmp_path, a, b, pause_mode=mode) as engine:
+
+        async def main():
+            asked = [asyncio.create_task(answer(engine, seed, budget=60)) for seed in range(1, 5)]
+            await until(lambda: all(server.call(lambda app: len(app.state.running)) == 2 for server in (a, b)))
+            a.set_faults({"kind": "refuse", "endpoint": "/update_weights_from_disk"})
+            await publish(engine, 1)
+            a.call(lambda app: setattr(app.state, "label", "half"))  # what it samples from now on says so
+            answers = await asyncio.gather(*asked)
+            await until(lambda: engine.counts()["returns"] == 1)
+            return answers
+
+        for got in asyncio.run(main()):
+            assert len(got.token_ids) == 60
+            assert [version for _, _, version in got.version_spans] in ([0, 1], [1])
+        assert a.state()["label"] == "1"
+        assert not a.state()["running"]
+
+
 def test_memory_is_released_after_an_abort_and_taken_weights_first(tmp_path):
     """Pitfall 17."""
     with FakeServer(SLOW) as server, engine_over(tmp_path, server) as engine:
@@ -195,6 +217,26 @@ def test_a_server_without_routes_is_refused_where_they_are_needed(tmp_path):
             asyncio.run(answer(engine))
         with engine_over(tmp_path, server, wants_routes=False) as engine:
             assert asyncio.run(answer(engine)).routed_experts is None
+
+
+def test_a_server_without_room_for_the_longest_answer_is_refused(tmp_path):
+    with FakeServer(FakeEngineConfig(context_length=12)) as server:
+        model = ServedModel(tmp_path, tmp_path, 320, LAYOUT, wants_routes=True, longest_tokens=13)
+        engine = SglangEngine(SglangEngineConfig(urls=[server.url]), served_model=model, sender=sender_to(tmp_path))
+        words = r"holds 12 tokens of prompt and answer, but .*rollout.max_new_tokens is 13; lower them, or start it"
+        with pytest.raises(RolloutError, match=words):
+            asyncio.run(answer(engine))
+        engine.close()
+
+
+def test_no_more_is_asked_for_than_the_smallest_server_has_room_for(tmp_path):
+    """BUGS 28."""
+    cfg = FakeEngineConfig(context_length=12)
+    with FakeServer() as large, FakeServer(cfg) as small, engine_over(tmp_path, large, small) as engine:
+        assert len(asyncio.run(answer(engine, budget=9)).token_ids) == 12 - len(PROMPT)
+        full = engine.generate(prompt_of(12), SamplingParams(1), "q#0")
+        with pytest.raises(RolloutError, match="leaves no room in a context of 12; nothing was asked"):
+            asyncio.run(full)
 
 
 def test_an_engine_needs_urls_or_servers(tmp_path):

@@ -342,6 +342,46 @@ def test_the_likeliest_tokens_are_read_where_they_were_asked_for():
         read(raw, request)
 
 
+@pytest.mark.parametrize(
+    ("params", "key", "value", "words"),
+    [
+        ({"top_logprobs": 2}, "output_top_logprobs", 7, "output_top_logprobs of token 1 is 7, but must be a list"),
+        ({"top_logprobs": 2}, "output_top_logprobs", [3], "top logprob 0 of token 1 is 3, but must be"),
+        ({"top_logprobs": 2}, "output_top_logprobs", [[-1.0]], r"is \[-1.0\], but must be \[logprob, token id"),
+        ({"top_logprobs": 2}, "output_top_logprobs", [["x", 3]], "top logprob 0 of token 1 is"),
+        ({"top_logprobs": 2}, "output_top_logprobs", [[-1.0, 1 << 40]], "top logprob 0 of token 1 is"),
+        ({"top_p": 0.9}, "output_token_sampling_mask", ["x"], "mask of token 1 holds 'x', which is no token id"),
+        ({"top_p": 0.9}, "output_token_sampling_mask", [[1]], r"mask of token 1 holds \[1\], which is no"),
+        ({"top_p": 0.9}, "output_token_sampling_mask", [1 << 40], "which is no token id"),
+    ],
+)
+def test_a_malformed_step_names_the_request_and_the_server(params, key, value, words):
+    request = wire_request(**params)
+    raw = answer_to(request)
+    raw["meta_info"][key][1] = value
+    with pytest.raises(ServerError, match=words) as caught:
+        read_answer(raw, request, EXPECTED, server="http://one")
+    assert caught.value.kind == "bad_answer"
+    assert request.rid in str(caught.value)
+    assert "http://one" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_retractions", "many", "num_retractions is 'many', but must be a number of 0 or more"),
+        ("cached_tokens", [1], r"cached_tokens is \[1\], but must be"),
+        ("weight_versions", [{"start": 0, "end": 3, "version": "9" * 5000}], "is none that was published from here"),
+    ],
+)
+def test_counts_and_labels_that_are_none_are_a_bad_answer(key, value, words):
+    request = wire_request()
+    raw = answer_to(request)
+    raw["meta_info"][key] = value
+    with pytest.raises(ServerError, match=words):
+        read(raw, request)
+
+
 def test_reading_changes_nothing():
     request = wire_request(top_p=0.5)
     raw = answer_to(request)
