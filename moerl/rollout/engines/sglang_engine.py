@@ -365,6 +365,8 @@ class SglangEngine:
     async def _close(self) -> None:
         if self._watch is not None:
             await self._watch.close()
+        assert self._bridge is not None
+        self._bridge.shut()
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
@@ -373,17 +375,17 @@ class SglangEngine:
             await self._dispatcher.close()
         for client in self._clients:
             await client.close()
-        assert self._bridge is not None
         self._bridge.flush()
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run it on the engine's loop; cancelling here cancels it there."""
-        with self._lock:
-            if self._closed or self._bridge is None:
-                coroutine.close()
-                raise RolloutError("the engine is closed")
-            bridge = self._bridge
-        return await bridge.run(coroutine)
+        assert self._bridge is not None
+        try:
+            return await self._bridge.run(coroutine)
+        except RuntimeError as error:
+            if self._closed:
+                raise RolloutError("the engine is closed") from error
+            raise
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

@@ -28,14 +28,19 @@ class _Mailbox:
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_woken = False
         self._emptied = 0.0
+        self._is_shut = False
+        self._lock = threading.Lock()
 
     def put(self, work: Callable[[], None]) -> None:
         """Have the loop do it, at once or together with what else comes within `REST_SECONDS` of the last time.
 
         Raises:
-            RuntimeError: the loop is closed.
+            RuntimeError: the loop is closed, or takes no more.
         """
-        self._waiting.append(work)
+        with self._lock:
+            if self._is_shut:
+                raise RuntimeError("the loop takes no more work")
+            self._waiting.append(work)
         if self._is_woken:
             return
         self._is_woken = True  # two threads may both come here: the second wake finds nothing
@@ -44,6 +49,12 @@ class _Mailbox:
             self._loop.call_soon_threadsafe(self._empty)
         else:
             asyncio.get_running_loop().call_later(rest, self.wake)
+
+    def shut(self) -> None:
+        """In the loop: do what waits; nothing is taken any more."""
+        with self._lock:
+            self._is_shut = True
+        self._empty()
 
     def put_now(self, work: Callable[[], None]) -> None:
         """Have the loop do it at once, and what waits; nothing where it is closed. From any thread."""
@@ -122,7 +133,7 @@ class Bridge:
         """The outcome of `coroutine` there; cancelling here cancels it there, and does not wait for that.
 
         Raises:
-            RuntimeError: the loop there is closed.
+            RuntimeError: the loop there is closed, or was shut.
         """
         here = asyncio.get_running_loop()
         future: asyncio.Future[T] = here.create_future()
@@ -137,6 +148,10 @@ class Bridge:
         finally:
             if not future.done() or future.cancelled():
                 self._there.put_now(call.cancel)  # this loop may end before a rest is over
+
+    def shut(self) -> None:
+        """In the loop there: start what was asked for, so that it can be cancelled, and refuse what comes later."""
+        self._there.shut()
 
     def flush(self) -> None:
         """Send back at once what is done; before the loop there stops."""

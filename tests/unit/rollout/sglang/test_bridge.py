@@ -145,3 +145,24 @@ def test_a_closed_loop_is_an_error_and_leaves_no_coroutine_behind():
     loop.close()
     with pytest.raises(RuntimeError, match="closed"):
         asyncio.run(Bridge(loop).run(double(1)))
+
+
+def test_a_bridge_that_is_shut_starts_what_waits_and_refuses_what_comes(there):
+    """Otherwise a call in the moment of closing would wait for ever."""
+    bridge = Bridge(there)
+
+    async def shut() -> None:
+        bridge.shut()
+
+    async def main() -> list[int | BaseException]:
+        calls = [asyncio.create_task(bridge.run(double(number))) for number in range(COUNT)]
+        await asyncio.sleep(0)
+        closing = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(shut(), there))
+        await closing
+        bridge.flush()
+        with pytest.raises(RuntimeError, match="takes no more work"):
+            await bridge.run(double(1))
+        async with asyncio.timeout(20):
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert asyncio.run(main()) == [2 * number for number in range(COUNT)]
