@@ -6,7 +6,11 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
+import resource
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -181,6 +185,12 @@ def test_what_it_writes_in_place_of_the_reply_is_worth_what_it_prints(pool):
     assert scored(pool, forged, SUMS)[0] == 0.0
 
 
+CALLS = {
+    "x86_64": {"fcntl": 72, "prlimit64": 302, "ioprio_set": 251, "move_pages": 279, "kill": 62},
+    "aarch64": {"fcntl": 25, "prlimit64": 261, "ioprio_set": 30, "move_pages": 239, "kill": 129},
+}.get(platform.machine(), dict.fromkeys(("fcntl", "prlimit64", "ioprio_set", "move_pages", "kill"), -1))
+LIBC = "import ctypes, sys\nlibc = sys.modules['moerl.rewards.sandbox']._LIBC\n"
+
 HOSTILE = {
     "fork bomb": "import os\nwhile True: os.fork()",
     "threads": "import threading, time\nfor _ in range(10**6): threading.Thread(target=time.sleep, args=(99,)).start()",
@@ -205,25 +215,78 @@ HOSTILE = {
         "if libc.syscall(57) or libc.syscall(2, b'{target}', 0o101): raise OSError"
     ),
     "takes the walls off": "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (10**9, 10**9))",
+    "owner of a descriptor": (
+        "import fcntl, os, time\nr, w = os.pipe()\n"
+        "fcntl.fcntl(r, fcntl.F_SETOWN, {process})\nfcntl.fcntl(r, 10, 9)\n"
+        "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')\ntime.sleep(1)"
+    ),
+    "owner by libc": LIBC
+    + (
+        "import os, time\nr, w = os.pipe()\n"
+        "if libc.syscall({fcntl}, r, 8, {process}) or libc.syscall({fcntl}, r, 10, 9): raise OSError\n"
+        "libc.syscall({fcntl}, r, 4, os.O_ASYNC)\nos.write(w, b'x')\ntime.sleep(1)"
+    ),
+    "group as owner by libc": LIBC
+    + (
+        "import os\nr, w = os.pipe()\n"
+        "class Owner(ctypes.Structure): _fields_ = (('kind', ctypes.c_int), ('pid', ctypes.c_int))\n"
+        "if libc.syscall({fcntl}, r, 15, ctypes.byref(Owner(2, {process}))): raise OSError"
+    ),
+    "owner by ioctl": "import fcntl, os, struct\nfcntl.ioctl(os.pipe()[0], 0x8901, struct.pack('i', {process}))",
+    "lease": "import fcntl, os\nfcntl.fcntl(os.open(os.__file__, 0), 1024, fcntl.F_RDLCK)",
+    "limits of another": "import resource\nresource.prlimit({process}, resource.RLIMIT_CPU, (0, 0))",
+    "limits by libc": LIBC
+    + "if libc.syscall({prlimit64}, {process}, 0, (ctypes.c_long * 2)(0, 0), None): raise OSError",
+    "processors of another": "import os\nos.sched_setaffinity({process}, [0])",
+    "priority of another": "import os\nos.setpriority(os.PRIO_PROCESS, {process}, 7)",
+    "priority of a group": "import os\nos.setpriority(os.PRIO_PGRP, {process}, 7)",
+    "scheduler of another": "import os\nos.sched_setscheduler({process}, os.SCHED_IDLE, os.sched_param(0))",
+    "scheduler's parameter": "import os\nos.sched_setparam({process}, os.sched_param(0))",
+    "disk priority of another": LIBC + "if libc.syscall({ioprio_set}, 1, {process}, 3 << 13): raise OSError",
+    "pages of another": LIBC + "if libc.syscall({move_pages}, {process}, 0, None, None, None, 2): raise OSError",
+    "signal to another": "import os\nos.kill({process}, 9)",
+    "signal to a group": "import os\nos.killpg({process}, 9)",
+    "signal by libc": LIBC + "if libc.syscall({kill}, {process}, 9): raise OSError",
     "recursion": "def f(): f()\nf()",
     "memory": "x = ' ' * 10**12",
     "parser": "exec('(' * 10**5)",
 }
 
 
+@pytest.fixture
+def process():
+    """Another process of this user, as the trainer is one."""
+    waits = [sys.executable, "-I", "-S", "-c", "input()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+def state(pid):
+    """Everything that another process could change of `pid`."""
+    priorities = [os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid), os.sched_getparam(pid)]
+    limits = [resource.prlimit(pid, getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
+    return priorities, os.sched_getaffinity(pid), limits
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_programs_get_nothing(pool, tmp_path, name):
+def test_hostile_programs_get_nothing(pool, process, tmp_path, name):
     victim, target = tmp_path / "victim", tmp_path / "target"
     victim.write_text("3")
+    before = state(process.pid), state(os.getpid())
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         listener.settimeout(0.1)
-        program = HOSTILE[name].format(victim=victim, target=target, port=listener.getsockname()[1])
+        port = listener.getsockname()[1]
+        program = HOSTILE[name].format(victim=victim, target=target, port=port, process=process.pid, **CALLS)
         value, failed = scored(pool, program + "\nprint(3)", SUMS, timeout_seconds=3.0)
         with pytest.raises(TimeoutError):
             listener.accept()
+    assert process.poll() is None
+    assert (state(process.pid), state(os.getpid())) == before
     assert (value, sum(failed.values())) == (0.0, 1.0), failed
+    assert "wrong" not in failed, "it came to its end"
     assert victim.read_text() == "3"
     assert not target.exists()
     assert scored(pool, ADD, SUMS) == (1.0, {})

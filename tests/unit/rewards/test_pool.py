@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import platform
+import re
 import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from moerl.errors import RewardError
 from moerl.rewards.pool import SandboxPool
+from moerl.rewards.sandbox import _DENIED_CALLS, _FCNTL, _IOCTL, _OPENAT, _PRCTL, _PRLIMIT
 
 JUDGE = """
 import ctypes, os, time
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-NAMES = "fork system socket open creat mkdir unlink rename truncate chmod kill ptrace".split()
+NAMES = "fork system socket open creat mkdir unlink rename truncate chmod kill ptrace fcntl ioctl syscall".split()
 CALLS = {name: getattr(LIBC, name) for name in NAMES}
 
 def warm_up():
@@ -199,6 +203,13 @@ def test_file_is_not_written(pool, tmp_path):
         ("chmod", ["{victim}", 0]),
         ("kill", [1, 0]),
         ("ptrace", [0, 0, 0, 0]),
+        ("fcntl", [1, fcntl.F_SETOWN, 1]),
+        ("fcntl", [1, 10, 9]),
+        ("fcntl", [1, 15, 0]),
+        ("fcntl", [1, 1024, 0]),
+        ("ioctl", [1, 0x8901, 0]),
+        ("ioctl", [1, 0x8902, 0]),
+        ("ioctl", [1, 0x5412, 0]),
     ],
 )
 def test_kernel_refuses_what_python_does_not_see(pool, tmp_path, name, arguments):
@@ -211,6 +222,37 @@ def test_kernel_refuses_what_python_does_not_see(pool, tmp_path, name, arguments
     assert number in (errno.EPERM, errno.EACCES)
     assert victim.read_text() == "kept"
     assert not target.exists()
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no seccomp program")
+def test_every_call_of_the_table_is_refused(pool):
+    """With arguments that could do nothing if it were let through, so that only the filter says EPERM."""
+    column = ("x86_64", "aarch64").index(platform.machine())
+    for name, numbers in _DENIED_CALLS.items():
+        if numbers[column] is not None:
+            arguments = {"name": "syscall", "arguments": [numbers[column], -1, -1, -1, -1, -1]}
+            assert pool.submit("hostile_judge:libc", arguments).result().value == [-1, errno.EPERM], name
+    other, itself = (
+        pool.submit("hostile_judge:libc", {"name": "syscall", "arguments": [_PRLIMIT[column], pid, 7, None, None]})
+        for pid in (1, 0)
+    )
+    assert (other.result().value, itself.result().value[0]) == ([-1, errno.EPERM], 0)
+
+
+HEADERS = ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h")
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_numbers_of_calls_are_those_of_the_kernels_headers(column):
+    """asm-generic is what arm64 has. Calls that are younger than the headers are not compared."""
+    if not Path(HEADERS[column]).exists():
+        pytest.skip(f"{HEADERS[column]} is not here: the kernel's headers are not installed")
+    text = Path(HEADERS[column]).read_text()
+    known = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
+    single = {"fcntl": _FCNTL, "ioctl": _IOCTL, "prlimit64": _PRLIMIT, "prctl": _PRCTL, "openat": _OPENAT}
+    compared = {name: numbers[column] for name, numbers in {**_DENIED_CALLS, **single}.items() if name in known}
+    assert len(compared) > 80
+    assert compared == {name: known[name] for name in compared}
 
 
 def test_secrets_of_the_environment_are_not_there(pool):
