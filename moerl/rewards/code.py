@@ -2,7 +2,7 @@
 
 Each test runs the program in a process of its own that knows no expectation, so there is no verdict that it could
 print. A program that fails, hangs, prints too much or ends its process fails that test; that is its own fault and a
-number. A verifier that cannot run is not.
+number. A verifier that cannot run is not, nor what fails before the program begins, nor a worker that is lost.
 """
 
 from __future__ import annotations
@@ -175,9 +175,13 @@ class Code:
         )
 
     async def _run(self, entry: str, **kwargs: Any) -> Mapping[str, Any]:
-        """An outcome of the form that `judges/program.py` promises, whatever the program wrote in its place."""
+        """An outcome of the form that `judges/program.py` promises, whatever the program wrote in its place. Raises
+        `UnscoredError` where it is not the program that failed.
+        """
         kwargs["max_output_bytes"] = self._config.max_output_bytes
         verdict = await self._pool.run(f"{_PROGRAM}:{entry}", kwargs, timeout_seconds=self._config.timeout_seconds)
+        if verdict.error and not verdict.in_program:
+            raise UnscoredError(verdict.error, f"the sandbox itself: {verdict.text}")
         if verdict.error:
             return {"failed": verdict.error, "text": verdict.text}
         outcome, wanted = verdict.value, "stdout" if entry == "run_script" else "value"

@@ -44,6 +44,9 @@ class Verdict:
     """Why it failed, for people."""
     seconds: float = 0.0
     """From when a worker started on it."""
+    in_program: bool = False
+    """Whether the function had said `sandbox.program_starts()` when it ended: what failed then is a stranger's program.
+    False also where the worker was lost, whatever it was doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,8 @@ class _WorkerProcess:
         if reply.get("error") == "broken":
             raise RewardError(f"verifier {task.function} cannot be imported: {reply['text'].strip()}")
         self._known.add(task.function)
-        return Verdict(reply.get("value"), reply.get("error", ""), reply.get("text", ""), reply["seconds"])
+        error, text = reply.get("error", ""), reply.get("text", "")
+        return Verdict(reply.get("value"), error, text, reply["seconds"], reply.get("in_program", False))
 
     def stop(self) -> None:
         """End the process. May be called twice."""

@@ -25,6 +25,7 @@ import platform
 import resource
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ _DENIED_EVENTS = (
 _OWNER_COMMANDS = {getattr(fcntl, name) for name in ("F_SETOWN", "F_SETSIG", "F_SETOWN_EX") if hasattr(fcntl, name)}
 
 _TASK_LAYERS: list[str] = []
+_ON_START: list[Callable[[], object]] = []
 
 
 class _Filter(ctypes.Structure):
@@ -133,12 +135,26 @@ def layers_of_task() -> list[str]:
     return list(_TASK_LAYERS)
 
 
+def when_program_starts(tell: Callable[[], object]) -> None:
+    """`tell` is called by `program_starts`; the worker's way to hear of it."""
+    _ON_START.append(tell)
+
+
+def program_starts() -> None:
+    """To be said right before a stranger's program begins: a failure from here on is that program's own, and nothing it
+    does takes this word back. What fails before is the sandbox's.
+    """
+    for tell in _ON_START:
+        tell()
+
+
 def narrow_files() -> None:
     """For a task that runs a stranger's program: from now on it reads the installed Python and the system's libraries
-    alone, not what else is on `sys.path`, such as a folder with gold answers. Needs landlock.
+    alone, not what else is on `sys.path`, such as a folder with gold answers. Needs landlock; raises OSError where that
+    refuses.
     """
-    if "landlock" in _TASK_LAYERS:
-        _restrict_files(program_folders(), own_folder=False)
+    if "landlock" in _TASK_LAYERS and not _restrict_files(program_folders(), own_folder=False):
+        raise OSError("landlock would not narrow what the program may read")
 
 
 def program_folders() -> list[str]:

@@ -11,6 +11,9 @@ import resource
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,6 +193,70 @@ CALLS = {
     "aarch64": {"fcntl": 25, "prlimit64": 261, "ioprio_set": 30, "move_pages": 239, "kill": 129},
 }.get(platform.machine(), dict.fromkeys(("fcntl", "prlimit64", "ioprio_set", "move_pages", "kill"), -1))
 LIBC = "import ctypes, sys\nlibc = sys.modules['moerl.rewards.sandbox']._LIBC\n"
+
+
+def test_a_lost_worker_is_no_verdict():
+    """Killed from outside while a program runs that would have been right."""
+    own = SandboxPool(num_workers=1, timeout_seconds=60.0, memory_bytes=1_000_000_000)
+    try:
+        assert scored(own, ADD, SUMS) == (1.0, {})
+        worker = own.submit("os:getppid", {}).result(timeout=60).value
+        with ThreadPoolExecutor(1) as thread:
+            late = thread.submit(scored, own, f"import time\ntime.sleep(50)\n{ADD}", SUMS)
+            while not Path(f"/proc/{worker}/task/{worker}/children").read_text():
+                time.sleep(0.05)
+            os.kill(worker, 9)
+            with pytest.raises(UnscoredError, match="crash: the sandbox itself: the verifier process was lost"):
+                late.result(timeout=60)
+        assert scored(own, ADD, SUMS) == (1.0, {})
+    finally:
+        own.close()
+
+
+def test_what_fails_before_the_program_begins_is_no_verdict(pool, monkeypatch):
+    """No pipe of this machine holds the input, which an unprivileged process may not change."""
+    largest = int(Path("/proc/sys/fs/pipe-max-size").read_text())
+    monkeypatch.setattr("moerl.rewards.code_tests.MAX_INPUT_BYTES", 4 * largest)
+    with pytest.raises(UnscoredError, match=r"exception: the sandbox itself: (PermissionError|OSError)"):
+        scored(pool, ADD, [{"input": "1" * (2 * largest), "output": ""}])
+
+
+def test_walls_that_cannot_be_built_are_no_verdict():
+    """Without a standard input there is nothing to close, and no task begins."""
+    script = (
+        "import json, os, sys\nfrom moerl.rewards.worker import TaskRunner\nos.close(0)\n"
+        "run = TaskRunner(memory_bytes=1 << 30, filter_calls=None, inherited=())\n"
+        "request = {'program': 'print(3)', 'stdin': '', 'max_output_bytes': 9}\n"
+        "print(json.dumps(run({'function': sys.argv[1], 'kwargs': request, 'timeout_seconds': 60.0})))"
+    )
+    function = "moerl.rewards.judges.program:run_script"
+    done = subprocess.run([sys.executable, "-c", script, function], capture_output=True, text=True, check=True)
+    reply = json.loads(done.stdout)
+    assert (reply["error"], reply["in_program"]) == ("exception", False)
+    assert "Bad file descriptor" in reply["text"]
+
+
+EXCUSES = {
+    "ends its process": "import os\nos._exit(1)",
+    "kills its process": "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (0, 0))\nwhile True: pass",
+    "says that the sandbox failed": (
+        "import os, json\nd = json.dumps({'error': 'exception', 'text': 'x', 'in_program': False}).encode()\n"
+        "for fd in range(3, 40):\n"
+        "    try: os.write(fd, len(d).to_bytes(4, 'big') + d)\n"
+        "    except OSError: pass\n"
+        "os._exit(0)"
+    ),
+    "closes everything": "import os\nos.closerange(0, 64)",
+    "breaks what comes after it": "import os\nos.read = None\nos.close = None",
+}
+
+
+@pytest.mark.parametrize("excuse", EXCUSES)
+@pytest.mark.parametrize("test", [SUMS[0], {"function": "add", "arguments": [1, 2], "output": 3}])
+def test_no_program_can_make_its_failure_one_of_the_sandbox(pool, excuse, test):
+    value, failed = scored(pool, EXCUSES[excuse], [test], timeout_seconds=5.0)
+    assert (value, sum(failed.values())) == (0.0, 1.0)
+
 
 HOSTILE = {
     "fork bomb": "import os\nwhile True: os.fork()",
