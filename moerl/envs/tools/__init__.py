@@ -9,9 +9,13 @@
         async def call(self, arguments: Arguments) -> str: ...
 
 `arguments` is a pydantic model: its JSON schema is what the prompt announces, and a call that does not fit it is
-answered with what is wrong. `about` is the tool's description for the policy. `injects=("sandbox",)` hands over the
-pool of walled processes (`moerl.envs.given.Sandbox`). `call` raises `ToolError` with a text for the policy; any other
-error is the tool's own fault and makes the episode one without a verdict. One tool serves all episodes at once.
+answered with what is wrong. `about` is the tool's description for the policy. `call` raises `ToolError` with a text for
+the policy; any other error is the tool's own fault and makes the episode one without a verdict. One tool serves all
+episodes at once.
+
+`injects=("sandbox",)` hands over the pool of walled processes (`moerl.envs.given.Sandbox`). The pool then keeps
+`tool_timeout_seconds`, from when a process starts on the call, and `call` raises `ToolLateError` where the pool says
+`timeout`; what else such a tool waits for it bounds by itself.
 """
 
 from __future__ import annotations
@@ -26,6 +30,10 @@ tools: Registry[Any] = Registry("tool", "moerl.envs.tools")
 
 class ToolError(MoerlError):
     """A call that cannot be answered; its text is what the policy reads."""
+
+
+class ToolLateError(ToolError):
+    """A call that found no answer in time; counted as such."""
 
 
 class Tool(Protocol):
