@@ -130,6 +130,10 @@ class Code:
             metrics["tests_passed"] = Mean(sum(fractions), len(fractions))
         return metrics
 
+    def apart(self) -> Code:
+        """With counts of its own."""
+        return Code(self._config, self._pool)
+
     def _problem(self, prompt: Prompt) -> str | None:
         try:
             self._tests(prompt)

@@ -8,6 +8,7 @@ and run in this process, on its event loop: install only tasksets that you trust
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,6 +83,12 @@ class Verifiers:
         """Means of the task's rewards and metrics, by their names, since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
+
+    def apart(self) -> Verifiers:
+        """With means of its own."""
+        other = copy.copy(self)
+        other._metrics = {}
+        return other
 
 
 def _problem(prompt: Prompt) -> str | None:
