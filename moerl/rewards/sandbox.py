@@ -60,7 +60,12 @@ _DENIED_CALLS: dict[str, tuple[int | None, int | None]] = {
     "mkdirat": (258, 34), "link": (86, None), "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36),
     "truncate": (76, 45), "ftruncate": (77, 46), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53),
     "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utimensat": (280, 88),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "fchmodat2": (452, 452), "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "removexattrat": (466, 466),
+    "file_setattr": (469, 469), "fallocate": (285, 47), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
+    "open_tree": (428, 428), "open_tree_attr": (467, 467), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
 }  # fmt: skip
 _ABSENT_CALLS = {"clone3": (435, 435), "openat2": (437, 437)}  # libraries fall back to what can be filtered
 _CLONE, _OPEN, _OPENAT = (56, 220), (2, None), (257, 56)

@@ -84,10 +84,11 @@ def test_what_it_writes_in_place_of_the_reply_is_worth_what_it_prints(pool):
     assert scored(pool, forged, SUMS)[0] == 0.0
 
 
+CALL_NAMES = ("fcntl", "prlimit64", "ioprio_set", "move_pages", "kill", "utimes")
 CALLS = {
-    "x86_64": {"fcntl": 72, "prlimit64": 302, "ioprio_set": 251, "move_pages": 279, "kill": 62},
-    "aarch64": {"fcntl": 25, "prlimit64": 261, "ioprio_set": 30, "move_pages": 239, "kill": 129},
-}.get(platform.machine(), dict.fromkeys(("fcntl", "prlimit64", "ioprio_set", "move_pages", "kill"), -1))
+    "x86_64": dict(zip(CALL_NAMES, (72, 302, 251, 279, 62, 235), strict=True)),
+    "aarch64": dict(zip(CALL_NAMES, (25, 261, 30, 239, 129, -1), strict=True)),
+}.get(platform.machine(), dict.fromkeys(CALL_NAMES, -1))
 LIBC = "import ctypes, sys\nlibc = sys.modules['moerl.rewards.sandbox']._LIBC\n"
 
 
@@ -164,6 +165,8 @@ HOSTILE = {
     "write here": "open('x', 'w').write('x')",
     "huge file": "import os\nos.ftruncate(os.memfd_create('x'), 10**12)",
     "temporary": "import tempfile\ntempfile.NamedTemporaryFile()",
+    "mode by a newer call": LIBC + "if libc.syscall(452, -100, b'{victim}', 0, 0): raise OSError",
+    "time by an older call": LIBC + "if libc.syscall({utimes}, b'{victim}', (ctypes.c_long * 4)()): raise OSError",
     "remove": "import os\nos.remove('{victim}')",
     "users": "print(open('/etc/passwd').read())",
     "gold answers": "print(open('{victim}').read())",
@@ -236,7 +239,7 @@ def state(pid):
 def test_hostile_programs_get_nothing(pool, process, tmp_path, name):
     victim, target = tmp_path / "victim", tmp_path / "target"
     victim.write_text("3")
-    before = state(process.pid), state(os.getpid())
+    before, kept = (state(process.pid), state(os.getpid())), victim.stat()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -251,6 +254,7 @@ def test_hostile_programs_get_nothing(pool, process, tmp_path, name):
     assert (value, sum(failed.values())) == (0.0, 1.0), failed
     assert "wrong" not in failed, "it came to its end"
     assert victim.read_text() == "3"
+    assert (victim.stat().st_mode, victim.stat().st_mtime_ns) == (kept.st_mode, kept.st_mtime_ns)
     assert not target.exists()
     assert scored(pool, ADD, SUMS) == (1.0, {})
 
