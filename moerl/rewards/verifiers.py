@@ -58,11 +58,11 @@ class Verifiers:
         task = prompt.metadata["verifiers_task"]
         trace = _trace(task, text)
         try:
-            async with asyncio.timeout(self._config.timeout_seconds):
+            async with asyncio.timeout(self._config.timeout_seconds) as deadline:
                 await task.score(trace)
-        except TimeoutError:
-            raise UnscoredError("timeout", f"no verdict within {self._config.timeout_seconds:g} s") from None
         except Exception as error:  # a taskset's functions may raise anything; it is no verdict
+            if deadline.expired() and isinstance(error, TimeoutError):
+                raise UnscoredError("timeout", f"no verdict within {self._config.timeout_seconds:g} s") from None
             raise UnscoredError("exception", f"{type(error).__name__}: {str(error)[:200]}") from error
         lacking = [name for name, reward in trace.rewards.items() if reward is None]
         if lacking or not trace.rewards or not math.isfinite(trace.reward):
