@@ -10,12 +10,8 @@
 
 `arguments` is a pydantic model: its JSON schema is what the prompt announces, and a call that does not fit it is
 answered with what is wrong. `about` is the tool's description for the policy. `call` raises `ToolError` with a text for
-the policy; any other error is the tool's own fault and makes the episode one without a verdict. One tool serves all
-episodes at once.
-
-`injects=("sandbox",)` hands over the pool of walled processes (`moerl.envs.given.Sandbox`). The pool then keeps
-`tool_timeout_seconds`, from when a process starts on the call, and `call` raises `ToolLateError` where the pool says
-`timeout`; what else such a tool waits for it bounds by itself.
+the policy; any other error is the tool's own fault. `injects=("sandbox",)` hands over the pool of walled processes, and
+the pool then keeps the tool's time limit (`docs/environments.md`). One tool serves all episodes at once.
 """
 
 from __future__ import annotations
