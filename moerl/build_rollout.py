@@ -295,7 +295,8 @@ def sampling_params(cfg: RunConfig, tokenizer: ChatTokenizer) -> SamplingParams:
 def build_evaluator(cfg: RunConfig, data: Data, side: RolloutSide) -> Evaluator:
     """Same engine and rewards as training; greedy, and sampled from the whole distribution.
 
-    Its answers without a verdict are counted under `eval/errors_*`, not among those of the next training step.
+    Its answers without a verdict are counted under `eval/errors_*`, not among those of the next training step; what its
+    rewards measure is dropped, and where training episodes run meanwhile, theirs is not (`Separable`).
     """
     scorer = side.eval_scorer or data.scorer
 

@@ -23,8 +23,8 @@ from pydantic import ValidationError
 from moerl.envs import Decode, environments
 from moerl.envs.calls import Call, CallFormat, Malformed, parse_calls
 from moerl.envs.episode import Episode
-from moerl.envs.given import Dialogue, Sandbox
-from moerl.envs.tools import Tool, ToolError, tools
+from moerl.envs.given import Answer, Dialogue, Sandbox
+from moerl.envs.tools import Tool, ToolError, ToolLateError, tools
 from moerl.envs.turns import play_turn
 from moerl.errors import ConfigError, RolloutError
 from moerl.protocols import RolloutEngine
@@ -69,7 +69,8 @@ class ToolUseConfig:
     max_result_characters: int = 4096
     """Longer answers are cut, and say so."""
     tool_timeout_seconds: float = 10.0
-    """Of one call; a late one is answered with an error."""
+    """Of one call; a late one is answered with an error. In the sandbox it counts from when a process starts on the
+    call: how long it stood in the queue is not the policy's doing."""
     scored: str = "last"
     """Text that the rewards see: `last`, the turn that called no tool; `all`, what was sampled in all turns."""
     max_aborts: int = 8
@@ -155,6 +156,21 @@ class _Served:
 
     arguments: Any
     tool: Tool
+    keeps_time: bool = False
+    """Whether it works in the sandbox, which keeps the time limit for it."""
+
+
+class _TimedSandbox:
+    """The sandbox with the time limit of a tool's call."""
+
+    def __init__(self, sandbox: Sandbox, limit_seconds: float) -> None:
+        self._sandbox = sandbox
+        self._limit_seconds = limit_seconds
+
+    async def run(self, function: str, kwargs: dict[str, Any], *, timeout_seconds: float | None = None) -> Answer:
+        """Within the limit, or less where the tool says so."""
+        limit = min(self._limit_seconds, timeout_seconds or self._limit_seconds)
+        return await self._sandbox.run(function, kwargs, timeout_seconds=limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +201,12 @@ class ToolUse:
         self._decode = decode
         self._max_context_tokens = max_context_tokens
         self._dialogue = dialogue
-        given: dict[str, Any] = {"sandbox": sandbox}
+        given: dict[str, Any] = {"sandbox": _TimedSandbox(sandbox, cfg.tool_timeout_seconds)}
         self._tools: dict[str, _Served] = {}
         for plugin, tool_cfg in _plugins(cfg):
             injected = {name: given[name] for name in plugin.traits.get("injects", ())}
-            self._tools[plugin.name] = _Served(plugin.traits["arguments"], plugin.target(tool_cfg, **injected))
+            tool = plugin.target(tool_cfg, **injected)
+            self._tools[plugin.name] = _Served(plugin.traits["arguments"], tool, keeps_time="sandbox" in injected)
         if cfg.results == "template":
             dialogue.after_calls(["0"])
 
@@ -283,10 +300,10 @@ class ToolUse:
             return self._error(found.reason)
         name, served, arguments = found
         try:
-            async with asyncio.timeout(self._cfg.tool_timeout_seconds) as deadline:
+            async with asyncio.timeout(None if served.keeps_time else self._cfg.tool_timeout_seconds) as deadline:
                 answer = await served.tool.call(arguments)
         except ToolError as error:
-            counts["errors"] += 1
+            counts["timeouts" if isinstance(error, ToolLateError) else "errors"] += 1
             return self._error(str(error))
         except TimeoutError:
             if not deadline.expired():

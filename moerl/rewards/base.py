@@ -56,6 +56,17 @@ class Measured(Protocol):
 
 
 @runtime_checkable
+class Separable(Protocol):
+    """A reward that measures, and can do so for two readers."""
+
+    def apart(self) -> Reward:
+        """The same reward with measurements of its own; all else, such as connections, is shared and closed by this
+        one.
+        """
+        ...
+
+
+@runtime_checkable
 class Closable(Protocol):
     """A reward that has something open."""
 

@@ -2,7 +2,8 @@
 
 Each test runs the program in a process of its own that knows no expectation, so there is no verdict that it could
 print. A program that fails, hangs, prints too much or ends its process fails that test; that is its own fault and a
-number. A verifier that cannot run is not.
+number. A verifier that cannot run is not, nor a test that is itself broken, nor what fails before the program begins or
+because a worker is lost.
 """
 
 from __future__ import annotations
@@ -129,6 +130,10 @@ class Code:
             metrics["tests_passed"] = Mean(sum(fractions), len(fractions))
         return metrics
 
+    def apart(self) -> Code:
+        """With counts of its own."""
+        return Code(self._config, self._pool)
+
     def _problem(self, prompt: Prompt) -> str | None:
         try:
             self._tests(prompt)
@@ -163,8 +168,7 @@ class Code:
             if verdict.error:
                 raise UnscoredError(verdict.error, f"the test itself: {verdict.text}")
             if "passed" in verdict.value:
-                failed = next((one["failed"] for one in recorded if "failed" in one), "wrong")
-                return "" if verdict.value["passed"] else failed
+                return _judged(verdict.value, recorded)
             recorded.append(await self._called(program, verdict.value["call"]))
         raise UnscoredError("exception", f"the test calls the program more than {self._config.max_calls} times")
 
@@ -175,9 +179,13 @@ class Code:
         )
 
     async def _run(self, entry: str, **kwargs: Any) -> Mapping[str, Any]:
-        """An outcome of the form that `judges/program.py` promises, whatever the program wrote in its place."""
+        """An outcome of the form that `judges/program.py` promises, whatever the program wrote in its place. Raises
+        `UnscoredError` where it is not the program that failed.
+        """
         kwargs["max_output_bytes"] = self._config.max_output_bytes
         verdict = await self._pool.run(f"{_PROGRAM}:{entry}", kwargs, timeout_seconds=self._config.timeout_seconds)
+        if verdict.error and not verdict.in_program:
+            raise UnscoredError(verdict.error, f"the sandbox itself: {verdict.text}")
         if verdict.error:
             return {"failed": verdict.error, "text": verdict.text}
         outcome, wanted = verdict.value, "stdout" if entry == "run_script" else "value"
@@ -190,6 +198,22 @@ class Code:
         if not _is_sound(outcome.get(wanted), wanted):
             return {"failed": "crash", "text": "the process wrote no outcome"}
         return {wanted: outcome[wanted]}
+
+
+def _judged(said: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]) -> str:
+    """How the program failed a test of code that has ended, or nothing.
+
+    Raises:
+        UnscoredError: the test itself is broken. It never came to a call of the program, or lacks a module although
+            every call was answered.
+    """
+    if not recorded:
+        why = "it ended without a call of the program" if said["passed"] else said["text"]
+        raise UnscoredError("exception", f"the test itself: {why}")
+    failed = next((one["failed"] for one in recorded if "failed" in one), "")
+    if said["lacks_module"] and not failed:
+        raise UnscoredError("exception", f"the test itself: {said['text']}")
+    return "" if said["passed"] else failed or "wrong"
 
 
 def _is_sound(value: Any, wanted: str) -> bool:

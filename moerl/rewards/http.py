@@ -55,6 +55,22 @@ class RequestError(Exception):
         self.is_final = is_final
 
 
+class Retries:
+    """Requests that were made again, for one reader."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        """Count so many more."""
+        self._count += count
+
+    def take(self) -> int:
+        """Since the last call."""
+        count, self._count = self._count, 0
+        return count
+
+
 class JsonService:
     """Posts JSON to one URL and gives back the JSON object that is answered."""
 
@@ -73,17 +89,15 @@ class JsonService:
         self._thread: threading.Thread | None = None
         self._session: aiohttp.ClientSession | None = None
         self._gate: asyncio.Semaphore | None = None
-        self.retries = 0
-        """Requests that were made again; the owner takes and resets it."""
 
-    async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to `body`. The deadline counts from when the request's turn has come.
+    async def ask(self, body: Mapping[str, Any], retries: Retries) -> dict[str, Any]:
+        """The answer to `body`; counts in `retries`. The deadline counts from when the request's turn has come.
 
         Raises:
             UnscoredError: no answer in time, a refusal, or one that is no JSON object; `timeout` or `exception`.
         """
         loop = self._started()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._in_time(body), loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._in_time(body, retries), loop))
 
     def close(self) -> None:
         """Close the connections and end the thread. May be called twice."""
@@ -108,7 +122,7 @@ class JsonService:
         if self._session is not None:
             await self._session.close()
 
-    async def _in_time(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _in_time(self, body: Mapping[str, Any], retries: Retries) -> dict[str, Any]:
         config = self._config
         if self._session is None or self._gate is None:
             self._gate = asyncio.Semaphore(config.max_concurrency)
@@ -120,13 +134,15 @@ class JsonService:
         async with self._gate:
             try:
                 async with asyncio.timeout(config.timeout_seconds):
-                    return await self._with_retries(self._session, body)
+                    return await self._with_retries(self._session, body, retries)
             except TimeoutError:
                 raise UnscoredError("timeout", f"no answer within {config.timeout_seconds:g} s") from None
             except RequestError as error:
                 raise UnscoredError(error.kind, str(error)) from None
 
-    async def _with_retries(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _with_retries(
+        self, session: aiohttp.ClientSession, body: Mapping[str, Any], retries: Retries
+    ) -> dict[str, Any]:
         tries = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self._config.max_tries),
             wait=tenacity.wait_random_exponential(multiplier=0.1, max=10.0),
@@ -135,7 +151,7 @@ class JsonService:
         )
         async for attempt in tries:
             with attempt:
-                self.retries += attempt.retry_state.attempt_number > 1
+                retries.add(attempt.retry_state.attempt_number > 1)
                 return await self._once(session, body)
         raise AssertionError("tenacity ends with a result or raises")
 

@@ -9,6 +9,7 @@ are averaged. Where more than `max_unreadable` of them cannot be read, the answe
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import json
 import math
@@ -23,7 +24,7 @@ from moerl.errors import ConfigError
 from moerl.metrics import Metrics, Sum
 from moerl.rewards import rewards
 from moerl.rewards.base import UnscoredError, check_choice, judge
-from moerl.rewards.http import HttpConfig, JsonService
+from moerl.rewards.http import HttpConfig, JsonService, Retries
 from moerl.rewards.pool import SandboxPool
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class ModelJudge:
         self._service = JsonService(config, "model_judge")
         self._cache: OrderedDict[str, float] = OrderedDict()
         self._counts = {"unreadable": 0, "cached": 0}
+        self._retries = Retries()
 
     async def score(self, prompt: Prompt, text: str) -> float:
         """Mean of the votes; `UnscoredError` where a request failed or too many votes cannot be read."""
@@ -115,8 +117,14 @@ class ModelJudge:
     def take_metrics(self) -> Metrics:
         """`unreadable` votes, `cached` answers and `retries` since the last call."""
         counts, self._counts = self._counts, {"unreadable": 0, "cached": 0}
-        retries, self._service.retries = self._service.retries, 0
-        return {name: Sum(float(count)) for name, count in {**counts, "retries": retries}.items()}
+        counts["retries"] = self._retries.take()
+        return {name: Sum(float(count)) for name, count in counts.items()}
+
+    def apart(self) -> ModelJudge:
+        """With counts of its own; verdicts that are known and connections are shared."""
+        other = copy.copy(self)
+        other._counts, other._retries = {"unreadable": 0, "cached": 0}, Retries()
+        return other
 
     def close(self) -> None:
         """Close the connections."""
@@ -136,9 +144,10 @@ class ModelJudge:
                 "temperature": config.temperature,
                 "seed": vote,
             }
-            return _said(await self._service.ask(body), ("choices", 0, "message", "content"))
+            return _said(await self._service.ask(body, self._retries), ("choices", 0, "message", "content"))
         sampling = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature}
-        return _said(await self._service.ask({"text": asked, "sampling_params": sampling}), ("text",))
+        body = {"text": asked, "sampling_params": sampling}
+        return _said(await self._service.ask(body, self._retries), ("text",))
 
     async def _read(self, said: str) -> float | None:
         """0..1, or None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
@@ -43,6 +44,9 @@ class Verdict:
     """Why it failed, for people."""
     seconds: float = 0.0
     """From when a worker started on it."""
+    in_program: bool = False
+    """Whether the function had said `sandbox.program_starts()` when it ended: what failed then is a stranger's program.
+    False also where the worker was lost, whatever it was doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +94,11 @@ class SandboxPool:
         with self._lock:
             if self._is_closed:
                 raise RewardError("the verifier pool is closed; build a new scorer")
-            self._tasks.put(_Task(function, timeout, frame, future))
             if len(self._threads) < self._num_workers:
                 thread = threading.Thread(target=self._serve, name=f"verifier-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
                 thread.start()
+                self._threads.append(thread)
+            self._tasks.put(_Task(function, timeout, frame, future))
         return future
 
     async def run(self, function: str, kwargs: dict[str, Any], *, timeout_seconds: float | None = None) -> Verdict:
@@ -119,11 +123,16 @@ class SandboxPool:
                 continue
             try:
                 if process is not None and not process.is_alive():
-                    process.stop()
-                    process = None
+                    lost, process = process, None
+                    lost.stop()
                 process = process or _WorkerProcess(self._memory_bytes)
                 task.future.set_result(process.ask(task))
             except RewardError as error:
+                task.future.set_exception(error)
+            except Exception as error:  # noqa: BLE001  # who waits for the task must hear of it, and the next one is served
+                lost, process = process, None
+                if lost is not None:  # nobody knows how much of an answer is still in its pipe
+                    lost.stop()
                 task.future.set_exception(error)
         if process is not None:
             process.stop()
@@ -133,43 +142,51 @@ class _WorkerProcess:
     """One `worker.py`."""
 
     def __init__(self, memory_bytes: int) -> None:
+        """Raises `RewardError` where it does not start; nothing is left open then."""
         self._known: set[str] = set()
-        self._folder = tempfile.TemporaryDirectory(prefix="moerl-verifier-")
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by stop()
-        child_in, self._to_child = os.pipe()
-        self._from_child, child_out = os.pipe()
-        command = [sys.executable, "-I", "-B", "-X", "utf8", str(Path(worker.__file__)), str(child_in), str(child_out)]
-        single_threaded = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-        home = self._folder.name  # some libraries insist on a folder for their caches
-        try:
+        self._process: subprocess.Popen[bytes] | None = None
+        with contextlib.ExitStack() as opened:
+            try:
+                self._start(opened)
+            except OSError as error:
+                raise RewardError(
+                    f"cannot start a verifier process with {sys.executable} ({error}); look at the space in the folder "
+                    "for temporary files, and at the limits of open files and processes (ulimit -n -u)"
+                ) from error
+            paths = [str(Path(p or ".").absolute()) for p in sys.path]  # the worker runs in another folder
+            hello = self._exchange(worker.encode_frame({"path": paths, "memory_bytes": memory_bytes}), START_SECONDS)
+            if hello is None:
+                raise RewardError(f"a verifier process did not start: {self._last_words()}")
+            missing = sorted(EXPECTED_LAYERS - set(hello["layers"]))
+            if missing:
+                _LOG.warning("the verifier sandbox lacks these layers on this machine: %s", ", ".join(missing))
+            self._opened = opened.pop_all()
+
+    def _start(self, opened: contextlib.ExitStack) -> None:
+        """What is to be undone goes on `opened`, the last first: its pipe closes, it ends, its files go."""
+        home = opened.enter_context(tempfile.TemporaryDirectory(prefix="moerl-verifier-", ignore_cleanup_errors=True))
+        self._stderr: IO[bytes] = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        opened.callback(self._end)
+        with contextlib.ExitStack() as given:
+            child_in, self._to_child = _pipe(given, opened)
+            self._from_child, child_out = _pipe(opened, given)
+            script = [str(Path(worker.__file__)), str(child_in), str(child_out)]
+            single_threaded = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-I", "-B", "-X", "utf8", *script],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
-                cwd=self._folder.name,
+                cwd=home,
+                # some libraries insist on a folder for their caches
                 env={"LANG": "C.UTF-8", "HOME": home, "TMPDIR": home, **single_threaded},
                 pass_fds=(child_in, child_out),
                 start_new_session=True,
             )
-        except OSError as error:
-            raise RewardError(f"cannot start a verifier process with {sys.executable} ({error})") from error
-        finally:
-            os.close(child_in)
-            os.close(child_out)
-        paths = [str(Path(p or ".").absolute()) for p in sys.path]  # the worker runs in another folder
-        hello = self._exchange(worker.encode_frame({"path": paths, "memory_bytes": memory_bytes}), START_SECONDS)
-        if hello is None:
-            text = self._last_words()
-            self.stop()
-            raise RewardError(f"a verifier process did not start: {text}")
-        missing = sorted(EXPECTED_LAYERS - set(hello["layers"]))
-        if missing:
-            _LOG.warning("the verifier sandbox lacks these layers on this machine: %s", ", ".join(missing))
 
     def is_alive(self) -> bool:
         """Whether it can be asked."""
-        return self._process.poll() is None
+        return self._process is not None and self._process.poll() is None
 
     def ask(self, task: _Task) -> Verdict:
         """One task. The worker keeps the deadline; only one that does not answer at all is killed from here."""
@@ -183,27 +200,31 @@ class _WorkerProcess:
         if reply.get("error") == "broken":
             raise RewardError(f"verifier {task.function} cannot be imported: {reply['text'].strip()}")
         self._known.add(task.function)
-        return Verdict(reply.get("value"), reply.get("error", ""), reply.get("text", ""), reply["seconds"])
+        error, text = reply.get("error", ""), reply.get("text", "")
+        return Verdict(reply.get("value"), error, text, reply["seconds"], reply.get("in_program", False))
 
     def stop(self) -> None:
-        """End the process; it leaves by itself when its pipe closes."""
-        for fd in (self._to_child, self._from_child):
-            if fd >= 0:
-                os.close(fd)
-        self._to_child = self._from_child = -1
+        """End the process. May be called twice."""
+        self._opened.close()
+
+    def _end(self) -> None:
+        """It leaves by itself when its pipe closes."""
+        if self._process is None:
+            return
         try:
             self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._stderr.close()
-        self._folder.cleanup()
 
     def _exchange(self, frame: bytes, limit_seconds: float) -> dict[str, Any] | None:
         """The reply, or None where the process is gone or silent."""
+        assert self._process is not None
+        ready = select.poll()  # `select` knows no descriptor above 1023, and a trainer may have as many
+        ready.register(self._from_child, select.POLLIN)
         try:
             worker.write_frame(self._to_child, frame)
-            if not select.select([self._from_child], [], [], limit_seconds)[0]:
+            if not ready.poll(limit_seconds * 1000):
                 self._process.kill()
                 return None
             return worker.read_frame(self._from_child)
@@ -212,6 +233,7 @@ class _WorkerProcess:
 
     def _last_words(self) -> str:
         """How it ended, and the end of its stderr."""
+        assert self._process is not None
         try:
             status = self._process.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
@@ -219,3 +241,11 @@ class _WorkerProcess:
         size = self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(0, size - 500))
         return f"status {status}; {self._stderr.read().decode(errors='replace').strip() or 'it wrote nothing'}"
+
+
+def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe whose ends are closed with these."""
+    reading, writing = os.pipe()
+    reader.callback(os.close, reading)
+    writer.callback(os.close, writing)
+    return reading, writing

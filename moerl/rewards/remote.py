@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +18,7 @@ from moerl.errors import ConfigError
 from moerl.metrics import Metrics, Sum
 from moerl.rewards import rewards
 from moerl.rewards.base import UnscoredError
-from moerl.rewards.http import HttpConfig, JsonService
+from moerl.rewards.http import HttpConfig, JsonService, Retries
 from moerl.rewards.pool import SandboxPool
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Remote:
             raise ConfigError(f"reward remote: minimum={config.minimum} must be below maximum={config.maximum}")
         self._config = config
         self._service = JsonService(config, "remote")
+        self._retries = Retries()
 
     async def score(self, prompt: Prompt, text: str) -> float:
         """The service's number; `UnscoredError` without one."""
@@ -62,7 +64,7 @@ class Remote:
             "answer": prompt.answer,
             "metadata": {name: prompt.metadata[name] for name in self._config.send},
         }
-        found = await self._service.ask(body)
+        found = await self._service.ask(body, self._retries)
         try:
             value = _Answer.model_validate(found).reward
         except ValidationError as error:
@@ -79,8 +81,13 @@ class Remote:
 
     def take_metrics(self) -> Metrics:
         """`retries` since the last call."""
-        retries, self._service.retries = self._service.retries, 0
-        return {"retries": Sum(float(retries))}
+        return {"retries": Sum(float(self._retries.take()))}
+
+    def apart(self) -> Remote:
+        """With a count of its own, over the same connections."""
+        other = copy.copy(self)
+        other._retries = Retries()
+        return other
 
     def close(self) -> None:
         """Close the connections."""

@@ -13,7 +13,7 @@ from moerl.config.schema import RewardSection
 from moerl.errors import ConfigError
 from moerl.metrics import Metrics, Sum
 from moerl.rewards import rewards
-from moerl.rewards.base import Closable, Measured, Reward, RewardConfig, UnscoredError
+from moerl.rewards.base import Closable, Measured, Reward, RewardConfig, Separable, UnscoredError
 from moerl.rewards.pool import SandboxPool
 from moerl.types import Candidate, Prompt, Trajectory
 
@@ -26,6 +26,8 @@ class _Component:
     weight: float
     datasets: frozenset[str] | None
     reward: Reward
+    is_measured: bool = True
+    """Whether this scorer takes the reward's measurements."""
 
 
 class RewardScorer:
@@ -98,8 +100,11 @@ class RewardScorer:
         return problems
 
     def apart(self) -> RewardScorer:
-        """The same rewards and processes with counts of its own; this one closes them."""
-        return RewardScorer(self._components, self._pool)
+        """The same rewards and processes with counts and measurements of its own; this one closes them.
+
+        A reward from outside that is no `Separable` goes on measuring both for this one, and nothing for the other.
+        """
+        return RewardScorer([_apart(component) for component in self._components], self._pool)
 
     def take_metrics(self) -> Metrics:
         """`reward/verifier_<kind>` since the last call: how many answers had no verdict, and why; and what rewards
@@ -108,7 +113,8 @@ class RewardScorer:
         counts, self._errors = self._errors, Counter()
         metrics: Metrics = {f"reward/verifier_{kind}": Sum(float(counts[kind])) for kind in ERROR_KINDS}
         for component in self._components:
-            own = component.reward.take_metrics() if isinstance(component.reward, Measured) else {}
+            reward = component.reward
+            own = reward.take_metrics() if component.is_measured and isinstance(reward, Measured) else {}
             metrics |= {f"reward/{component.name}_{name}": value for name, value in own.items()}
         return metrics
 
@@ -158,6 +164,12 @@ def _build_component(node: Mapping[str, Any] | str, pool: SandboxPool, *, where:
         raise ConfigError(f"{where} ({plugin.name}): weight must be a finite number, is {config.weight}")
     datasets = None if config.datasets is None else frozenset(config.datasets)
     return _Component(config.id or plugin.name, config.weight, datasets, plugin.target(config, pool))
+
+
+def _apart(component: _Component) -> _Component:
+    if isinstance(component.reward, Separable):
+        return replace(component, reward=component.reward.apart())
+    return replace(component, is_measured=False)
 
 
 async def _expected(reward: Reward, prompt: Prompt, answers: Sequence[Candidate]) -> float:

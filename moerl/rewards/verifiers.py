@@ -8,6 +8,7 @@ and run in this process, on its event loop: install only tasksets that you trust
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,11 +58,11 @@ class Verifiers:
         task = prompt.metadata["verifiers_task"]
         trace = _trace(task, text)
         try:
-            async with asyncio.timeout(self._config.timeout_seconds):
+            async with asyncio.timeout(self._config.timeout_seconds) as deadline:
                 await task.score(trace)
-        except TimeoutError:
-            raise UnscoredError("timeout", f"no verdict within {self._config.timeout_seconds:g} s") from None
         except Exception as error:  # a taskset's functions may raise anything; it is no verdict
+            if deadline.expired() and isinstance(error, TimeoutError):
+                raise UnscoredError("timeout", f"no verdict within {self._config.timeout_seconds:g} s") from None
             raise UnscoredError("exception", f"{type(error).__name__}: {str(error)[:200]}") from error
         lacking = [name for name, reward in trace.rewards.items() if reward is None]
         if lacking or not trace.rewards or not math.isfinite(trace.reward):
@@ -82,6 +83,12 @@ class Verifiers:
         """Means of the task's rewards and metrics, by their names, since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
+
+    def apart(self) -> Verifiers:
+        """With means of its own."""
+        other = copy.copy(self)
+        other._metrics = {}
+        return other
 
 
 def _problem(prompt: Prompt) -> str | None:

@@ -7,7 +7,8 @@ Frames are a length (4 bytes, big-endian) and JSON; nothing is unpickled.
     in   {"path": [...], "memory_bytes": n}                              first frame
     out  {"layers": [...]}
     in   {"function": "module:name", "kwargs": {...}, "timeout_seconds": x}
-    out  {"value": ..., "seconds": x} or {"error": timeout | crash | exception | broken, "text": ..., "seconds": x}
+    out  {"value": ..., "seconds": x} or {"error": timeout | crash | exception | broken, "text": ..., "seconds": x},
+         with "in_program": true where a stranger's program had begun
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from typing import Any
 MAX_REPLY_BYTES = 1 << 20
 PROBE = "moerl.rewards.sandbox:layers_of_task"
 _EXIT_GRACE_SECONDS = 0.2
+_STARTS = b'\x00\x00\x00\x08"starts"'
+"""From a task to its worker, before its reply: a stranger's program begins. In the pipe before that program is."""
 
 
 def read_frame(fd: int) -> Any:
@@ -120,15 +123,18 @@ class TaskRunner:
             os.setsid()
             for fd in self._inherited:
                 os.close(fd)
-            write_frame(outbox, encode_frame(self._call_walled(function, kwargs, timeout)))
+            write_frame(outbox, encode_frame(self._call_walled(function, kwargs, timeout, outbox)))
             status = 0
         finally:
             os._exit(status)
 
-    def _call_walled(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> dict[str, Any]:
+    def _call_walled(
+        self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float, outbox: int
+    ) -> dict[str, Any]:
         from moerl.rewards import sandbox
 
         logging.disable(logging.CRITICAL)
+        sandbox.when_program_starts(lambda: write_frame(outbox, _STARTS))
         try:
             sandbox.die_with_parent()
             sandbox.wall_in_task(
@@ -143,26 +149,38 @@ class TaskRunner:
     def _await_reply(self, child: int, inbox: int, deadline: float, timeout: float) -> dict[str, Any]:
         data = b""
         late = False
-        while not _is_whole(data):
+        while not _is_whole(_reply_part(data)):
             late = not select.select([inbox], [], [], max(0.0, deadline - time.monotonic()))[0]
             chunk = b"" if late else os.read(inbox, 1 << 16)
             if not chunk or len(data) > MAX_REPLY_BYTES:
                 break
             data += chunk
-        status = _reap(child, wait_seconds=0.0 if late or data else _EXIT_GRACE_SECONDS)
-        if late:
-            return {"error": "timeout", "text": f"no verdict after {timeout:g} s"}
-        if len(data) > MAX_REPLY_BYTES:
-            return {"error": "crash", "text": f"the verdict is longer than {MAX_REPLY_BYTES} bytes"}
-        if not _is_whole(data):
-            return {"error": "crash", "text": f"the process ended without a verdict ({_describe_exit(status)})"}
-        try:
-            reply = json.loads(data[4:])
-        except ValueError:
-            reply = None
-        if not isinstance(reply, dict) or not ("value" in reply or reply.get("error") == "exception"):
-            return {"error": "crash", "text": "the process wrote no verdict"}
-        return reply
+        reply = _reply_part(data)
+        status = _reap(child, wait_seconds=0.0 if late or reply else _EXIT_GRACE_SECONDS)
+        verdict = _verdict(reply, f"no verdict after {timeout:g} s" if late else "", status)
+        return {**verdict, "in_program": data.startswith(_STARTS)}
+
+
+def _reply_part(data: bytes) -> bytes:
+    """Behind the word that a program begins, where that was said or is on its way."""
+    return b"" if _STARTS.startswith(data) else data.removeprefix(_STARTS)
+
+
+def _verdict(data: bytes, late: str, status: int) -> dict[str, Any]:
+    """What a task's reply says, or why there is none."""
+    if late:
+        return {"error": "timeout", "text": late}
+    if len(data) > MAX_REPLY_BYTES:
+        return {"error": "crash", "text": f"the verdict is longer than {MAX_REPLY_BYTES} bytes"}
+    if not _is_whole(data):
+        return {"error": "crash", "text": f"the process ended without a verdict ({_describe_exit(status)})"}
+    try:
+        reply = json.loads(data[4:])
+    except ValueError:
+        reply = None
+    if not isinstance(reply, dict) or not ("value" in reply or reply.get("error") == "exception"):
+        return {"error": "crash", "text": "the process wrote no verdict"}
+    return reply
 
 
 def load_function(name: str) -> Callable[..., Any]:

@@ -37,6 +37,7 @@ BROAD_EXCEPT = {
     "moerl/rewards/judges/program.py::_guarded": "whatever a stranger's program raises is how it failed",
     "moerl/rewards/judges/assertions.py::check": "a test says by raising that it failed",
     "moerl/rewards/verifiers.py::score": "a taskset's functions may raise anything; it is no verdict",
+    "moerl/rewards/pool.py::_serve": "whatever keeps a task from a verdict is told to who waits for it",
     "moerl/rewards/worker.py::__call__": "whatever a verifier's module raises at import becomes an error verdict",
     "moerl/rewards/worker.py::_call_walled": "whatever a verifier raises in its sandbox becomes an error verdict",
     "moerl/data/chat.py::_encode": "the tokenizer's library raises the bare class, and this catches no other",

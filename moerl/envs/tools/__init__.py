@@ -9,9 +9,9 @@
         async def call(self, arguments: Arguments) -> str: ...
 
 `arguments` is a pydantic model: its JSON schema is what the prompt announces, and a call that does not fit it is
-answered with what is wrong. `about` is the tool's description for the policy. `injects=("sandbox",)` hands over the
-pool of walled processes (`moerl.envs.given.Sandbox`). `call` raises `ToolError` with a text for the policy; any other
-error is the tool's own fault and makes the episode one without a verdict. One tool serves all episodes at once.
+answered with what is wrong. `about` is the tool's description for the policy. `call` raises `ToolError` with a text for
+the policy; any other error is the tool's own fault. `injects=("sandbox",)` hands over the pool of walled processes, and
+the pool then keeps the tool's time limit (`docs/environments.md`). One tool serves all episodes at once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ tools: Registry[Any] = Registry("tool", "moerl.envs.tools")
 
 class ToolError(MoerlError):
     """A call that cannot be answered; its text is what the policy reads."""
+
+
+class ToolLateError(ToolError):
+    """A call that found no answer in time; counted as such."""
 
 
 class Tool(Protocol):

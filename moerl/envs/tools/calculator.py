@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, Field
 
 from moerl.envs.given import Sandbox
-from moerl.envs.tools import ToolError, tools
+from moerl.envs.tools import ToolError, ToolLateError, tools
 from moerl.envs.tools.arithmetic import MAX_CHARACTERS
 from moerl.errors import RolloutError
 
@@ -37,10 +37,10 @@ class Calculator:
         self._sandbox = sandbox
 
     async def call(self, arguments: Arguments) -> str:
-        """The value as text. Raises `ToolError` where the expression has none."""
+        """The value as text. Raises `ToolError` where the expression has none, or none in time."""
         answer = await self._sandbox.run("moerl.envs.tools.arithmetic:evaluate", {"expression": arguments.expression})
         if answer.error == "timeout":
-            raise ToolError("no value within the time limit")
+            raise ToolLateError("no value within the time limit")
         if answer.error:
             raise RolloutError(f"calculator: {answer.error}: {answer.text}")
         if "error" in answer.value:

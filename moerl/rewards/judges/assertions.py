@@ -21,7 +21,8 @@ class _Unknown(BaseException):
 
 
 def check(source: str, functions: dict[str, str], recorded: list[dict[str, Any]]) -> dict[str, Any]:
-    """`{"passed": bool, "text": why not}`, or `{"call": [function, arguments, keywords]}` that must be answered first.
+    """`{"passed": bool, "text": why not, "lacks_module": whether an import failed}`, or, where a call must be answered
+    first, `{"call": [function, arguments, keywords]}`.
 
     Args:
         source: the test.
@@ -51,8 +52,9 @@ def check(source: str, functions: dict[str, str], recorded: list[dict[str, Any]]
         exec(compile(source, "<test>", "exec"), names)
     except BaseException as error:  # noqa: BLE001  # a test says by raising that it failed
         if not pending:
-            return {"passed": False, "text": f"{type(error).__name__}: {str(error)[:200]}"}
-    return {"call": pending[0]} if pending else {"passed": True, "text": ""}
+            text = f"{type(error).__name__}: {str(error)[:200]}"
+            return {"passed": False, "text": text, "lacks_module": isinstance(error, ImportError)}
+    return {"call": pending[0]} if pending else {"passed": True, "text": "", "lacks_module": False}
 
 
 def _error(answer: dict[str, Any]) -> Exception:

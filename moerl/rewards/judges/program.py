@@ -2,7 +2,8 @@
 
 Nothing here knows what the right output is: what comes back is only what the program printed or returned, and is
 compared elsewhere. So a program that takes over its process, and writes the reply itself, can say nothing that it could
-not have printed. Streams are pipes of bounded size: no file, no thread, and an endless output ends the program.
+not have printed. What fails before `program_starts` raises, and is no fault of the program. Streams are pipes of a
+bounded size: no file, no thread, and an endless output ends the program.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def run_script(program: str, stdin: str, max_output_bytes: int) -> Outcome:
     """What the program prints, given `stdin`."""
     sandbox.narrow_files()
     output = _connect(stdin.encode(), max_output_bytes)
+    sandbox.program_starts()
     failure = _guarded(lambda: _execute(program))
     text = _printed(output, max_output_bytes)
     if failure is not None:
@@ -43,6 +45,7 @@ def call_function(
     """What `function` of the program returns; `arguments` are encoded, `keywords` pairs of name and encoded value."""
     sandbox.narrow_files()
     _connect(b"", max_output_bytes)
+    sandbox.program_starts()
     found: list[Any] = []
 
     def call() -> None:

@@ -15,6 +15,7 @@ from moerl.data.chat import ChatTokenizer
 from moerl.envs.calls import Call, CallFormat, Malformed, parse_calls
 from moerl.envs.tool_use import ToolUseConfig, check, schemas
 from moerl.errors import ConfigError, DataError, RolloutError
+from moerl.rewards.pool import SandboxPool
 from moerl.types import SamplingParams
 
 HERMES = CallFormat("<tool_call>", "</tool_call>", "json")
@@ -163,6 +164,46 @@ def test_long_answers_are_cut_and_late_ones_are_errors(chat):
     got = played(chat, engine, tool=Late(), tool_timeout_seconds=0.05, max_new_tokens=1000)
     assert "calculator gave no answer within 0.05 s" in chat.decode(engine.asked[1], skip_stop=False)
     assert got.metrics["tool_timeouts"] == 1.0
+
+
+def test_the_wait_for_a_sandbox_process_is_not_the_policys(chat):
+    """The limit goes to the sandbox, which counts from when it starts; here every call waits longer than the limit."""
+
+    class Queued(Sandboxed):
+        limits = ()
+
+        async def run(self, function, kwargs, *, timeout_seconds=None):
+            self.limits += (timeout_seconds,)
+            await asyncio.sleep(0.2)
+            return await super().run(function, kwargs)
+
+    engine = Says([*chat.encode_text(call("3+4")), chat.eos_token_id], [chat.eos_token_id])
+    sandbox = Queued()
+    got = played(chat, engine, sandbox=sandbox, tool_timeout_seconds=0.05, max_new_tokens=1000)
+    assert "gave no answer" not in chat.decode(engine.asked[1], skip_stop=False)
+    assert (got.metrics["tool_timeouts"], got.metrics["tool_errors"], sandbox.limits) == (0.0, 0.0, (0.05,))
+
+
+def test_a_late_value_of_the_sandbox_is_counted_as_late(chat):
+    engine = Says([*chat.encode_text(call("3+4")), chat.eos_token_id], [chat.eos_token_id])
+    got = played(chat, engine, sandbox=Sandboxed("timeout", "no verdict after 10 s"), max_new_tokens=1000)
+    assert "no value within the time limit" in chat.decode(engine.asked[1], skip_stop=False)
+    assert (got.metrics["tool_timeouts"], got.metrics["tool_errors"]) == (1.0, 0.0)
+
+
+def test_slow_verdicts_ahead_of_a_call_cost_it_nothing(chat):
+    """verifiers#831: the calculator shares the pool with all rewards."""
+    pool = SandboxPool(num_workers=1, timeout_seconds=30.0, memory_bytes=1_000_000_000)
+    engine = Says([*chat.encode_text(call("3+4")), chat.eos_token_id], [chat.eos_token_id])
+    try:
+        slow = {"program": "import time; time.sleep(1.5)", "stdin": "", "max_output_bytes": 9}
+        ahead = [pool.submit("moerl.rewards.judges.program:run_script", slow) for _ in range(2)]
+        got = played(chat, engine, sandbox=pool, tool_timeout_seconds=2.0, max_new_tokens=1000)
+        assert all(one.done() for one in ahead)
+    finally:
+        pool.close()
+    assert "7" in chat.decode(engine.asked[1], skip_stop=False).rpartition("3+4")[2]
+    assert got.metrics["tool_timeouts"] == 0.0
 
 
 def test_a_tool_with_a_fault_of_its_own_is_no_answer(chat):

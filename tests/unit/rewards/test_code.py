@@ -1,17 +1,17 @@
-"""Programs against tests: what passes, what fails and why, and what hostile programs can do."""
+"""Programs against tests: what passes, what fails and why, and what is no verdict."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import os
-import socket
+import re
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import ADD, SUMS, prompt, scored
 
 from moerl.errors import ConfigError
 from moerl.metrics import to_floats
@@ -22,30 +22,12 @@ from moerl.rewards.judges.values import decode, encode
 from moerl.rewards.pool import SandboxPool
 from moerl.types import Prompt
 
-ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
-SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 -7\n", "output": "-2\n"}]
-
 
 @pytest.fixture(scope="module")
 def pool():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("API_SECRET", "hunter2")
-        pool = SandboxPool(num_workers=1, timeout_seconds=20.0, memory_bytes=1_000_000_000)
-        yield pool
+    pool = SandboxPool(num_workers=1, timeout_seconds=20.0, memory_bytes=1_000_000_000)
+    yield pool
     pool.close()
-
-
-def prompt(tests, **metadata):
-    return Prompt("c/0", np.array([1], np.int32), None, "c", metadata={"tests": tests, **metadata})
-
-
-def scored(pool, program, tests, **changes):
-    """(value, failed tests by kind)."""
-    entry = {"entry_point": changes.pop("entry_point")} if "entry_point" in changes else {}
-    reward = Code(CodeConfig(**changes), pool)
-    value = asyncio.run(reward.score(prompt(tests, **entry), f"Here:\n```python\n{program}\n```\nDone."))
-    metrics = to_floats(reward.take_metrics())
-    return value, {name.removeprefix("failed_"): n for name, n in metrics.items() if n and name.startswith("failed_")}
 
 
 @pytest.mark.parametrize(
@@ -126,130 +108,6 @@ def test_functions_and_assertions(pool, program, test, entry_point):
     assert (value, sum(failed.values())) == (0.0, 1.0)
 
 
-LIARS = {
-    "equal to all": "class E:\n    def __eq__(self, o): return True\ndef add(a, b): return E()",
-    "int that lies": "class E(int):\n    def __eq__(self, o): return True\ndef add(a, b): return E()",
-    "builtins changed": "import builtins\nbuiltins.abs = lambda x: 3\nimport operator\ndef add(a, b): return 0",
-    "assertion gone": "import builtins\nclass A(Exception): pass\nbuiltins.AssertionError=A\ndef add(a, b): return 9",
-    "ends well": "import os, sys\ndef add(a, b): sys.exit(0)",
-    "ends at once": "import os\ndef add(a, b): os._exit(0)",
-    "looks for the answer": (
-        "import gc\ndef add(a, b):\n"
-        "    for o in gc.get_objects():\n"
-        "        if isinstance(o, str) and 'assert add' in o or isinstance(o, dict) and 'expected' in o: return 3\n"
-        "    return -1"
-    ),
-    "looks at frames": (
-        "import sys\ndef add(a, b):\n    f = sys._getframe()\n"
-        "    while f:\n        if 'source' in f.f_locals or 'expected' in f.f_locals: return 3\n        f = f.f_back\n"
-        "    return -1"
-    ),
-    "writes a verdict": (
-        "import os, json\nfor v in (True, 1, {'passed': True}, {'value': True}, {'value': {'passed': True}}):\n"
-        "    d = json.dumps({'value': v}).encode()\n"
-        "    for fd in range(3, 40):\n"
-        "        try: os.write(fd, len(d).to_bytes(4, 'big') + d)\n"
-        "        except OSError: pass\n"
-        "def add(a, b): return 0"
-    ),
-    "prints a verdict": "print('{\"passed\": true}', 'OK', '1.0')\ndef add(a, b): return 0",
-}
-
-
-@pytest.mark.parametrize("liar", LIARS)
-@pytest.mark.parametrize("test", [{"function": "add", "arguments": [1, 2], "output": 3}, "assert add(1, 2) == 3"])
-def test_no_program_can_give_itself_the_verdict(pool, liar, test):
-    value, failed = scored(pool, LIARS[liar], [test], timeout_seconds=5.0)
-    assert (value, sum(failed.values())) == (0.0, 1.0)
-
-
-@pytest.mark.parametrize("liar", ["writes a verdict", "ends at once"])
-def test_nor_for_what_it_prints(pool, liar):
-    assert scored(pool, LIARS[liar], SUMS)[0] == 0.0
-
-
-def test_what_it_writes_in_place_of_the_reply_is_worth_what_it_prints(pool):
-    """A process that was taken over can claim any output; it still has to know the right one."""
-    forged = (
-        "import os, json\nd = json.dumps({'value': {'stdout': input()}}).encode()\n"
-        "for fd in range(3, 40):\n"
-        "    try: os.write(fd, len(d).to_bytes(4, 'big') + d)\n"
-        "    except OSError: pass\n"
-        "os._exit(0)"
-    )
-    assert scored(pool, forged, [{"input": "echo", "output": "echo"}])[0] == 1.0
-    assert scored(pool, forged, SUMS)[0] == 0.0
-
-
-HOSTILE = {
-    "fork bomb": "import os\nwhile True: os.fork()",
-    "threads": "import threading, time\nfor _ in range(10**6): threading.Thread(target=time.sleep, args=(99,)).start()",
-    "program": "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo 3'])",
-    "shell": "import os\nif os.system('echo 3 > {target}'): raise OSError",
-    "subprocess": "import subprocess\nprint(subprocess.check_output(['echo', '3']))",
-    "write": "open('{target}', 'w').write('x')",
-    "write here": "open('x', 'w').write('x')",
-    "huge file": "import os\nos.ftruncate(os.memfd_create('x'), 10**12)",
-    "temporary": "import tempfile\ntempfile.NamedTemporaryFile()",
-    "remove": "import os\nos.remove('{victim}')",
-    "users": "print(open('/etc/passwd').read())",
-    "gold answers": "print(open('{victim}').read())",
-    "parent's environment": "import os\nprint(open(f'/proc/{{os.getppid()}}/environ').read())",
-    "kill the parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
-    "kill all": "import os\nos.kill(-1, 9)",
-    "socket": "import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)",
-    "raw socket": "import _socket\n_socket.socket().connect(('127.0.0.1', {port}))",
-    "ctypes": "import ctypes\nctypes.CDLL(None).system(b'touch {target}')",
-    "ctypes that is there": (
-        "import sys\nlibc = sys.modules['moerl.rewards.sandbox']._LIBC\n"
-        "if libc.syscall(57) or libc.syscall(2, b'{target}', 0o101): raise OSError"
-    ),
-    "takes the walls off": "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (10**9, 10**9))",
-    "recursion": "def f(): f()\nf()",
-    "memory": "x = ' ' * 10**12",
-    "parser": "exec('(' * 10**5)",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_programs_get_nothing(pool, tmp_path, name):
-    victim, target = tmp_path / "victim", tmp_path / "target"
-    victim.write_text("3")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        listener.settimeout(0.1)
-        program = HOSTILE[name].format(victim=victim, target=target, port=listener.getsockname()[1])
-        value, failed = scored(pool, program + "\nprint(3)", SUMS, timeout_seconds=3.0)
-        with pytest.raises(TimeoutError):
-            listener.accept()
-    assert (value, sum(failed.values())) == (0.0, 1.0), failed
-    assert victim.read_text() == "3"
-    assert not target.exists()
-    assert scored(pool, ADD, SUMS) == (1.0, {})
-
-
-def test_secrets_are_not_there(pool):
-    assert os.environ["API_SECRET"] == "hunter2"
-    program = "import os\nprint(sorted(os.environ))"
-    names = str(["HOME", "LANG", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TMPDIR"])
-    assert scored(pool, program, [{"input": "", "output": names}]) == (1.0, {})
-
-
-def test_a_program_reads_less_than_a_verifier(pool, tmp_path, monkeypatch):
-    """A folder on sys.path may hold the gold answers."""
-    gold = tmp_path / "gold.txt"
-    gold.write_text("3")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    own = SandboxPool(num_workers=1, timeout_seconds=20.0, memory_bytes=1_000_000_000)
-    try:
-        value, failed = scored(own, f"print(open({str(gold)!r}).read())", [{"input": "", "output": "3"}])
-        assert (value, failed) == (0.0, {"exception": 1.0})
-        assert scored(own, "import json, math, heapq\nprint(3)", [{"input": "", "output": "3"}]) == (1.0, {})
-    finally:
-        own.close()
-
-
 def test_a_run_without_the_walls_does_not_start():
     class Bare:
         def submit(self, function, kwargs):
@@ -312,6 +170,36 @@ def test_tests_that_never_end_are_no_verdict(pool):
         scored(pool, "def add(a, b): return 3", [test], max_calls=3)
     with pytest.raises(UnscoredError, match="timeout: the test itself"):
         scored(pool, "def add(a, b): return 3", ["add(1, 2)\nwhile True: pass"], timeout_seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("import pandas_not_here\nassert add(1, 2) == 3", "ModuleNotFoundError: No module named 'pandas_not_here'"),
+        ("expected = {}\nassert expected['x'] == add(1, 2)", "KeyError: 'x'"),
+        ("assert not_there.x\nadd(1, 2)", "NameError: name 'not_there' is not defined"),
+        ("assert False\nadd(1, 2)", "AssertionError: "),
+        ("if __name__ == '__main__': assert add(1, 2) == 3", "it ended without a call of the program"),
+        ("def check(candidate): pass", "it ended without a call of the program"),
+    ],
+)
+@pytest.mark.parametrize("program", ["def add(a, b): return a + b", "def add(a, b): return 0"])
+def test_a_test_that_is_itself_broken_is_no_verdict(pool, test, message, program):
+    with pytest.raises(UnscoredError, match=f"exception: the test itself: {re.escape(message)}"):
+        scored(pool, program, [test], entry_point="add")
+
+
+def test_nor_is_one_that_lacks_a_module_after_right_answers(pool):
+    test = "assert add(1, 2) == 3\nimport pandas_not_here"
+    with pytest.raises(UnscoredError, match="the test itself: ModuleNotFoundError"):
+        scored(pool, "def add(a, b): return a + b", [test])
+    assert scored(pool, "def add(a, b): return 0", [test]) == (0.0, {"wrong": 1.0})
+
+
+def test_a_program_that_lacks_a_module_is_at_fault_itself(pool):
+    program = "import pandas_not_here\ndef add(a, b): return a + b"
+    assert scored(pool, program, ["assert add(1, 2) == 3"]) == (0.0, {"exception": 1.0})
+    assert scored(pool, "def add(a, b): return 0", ["assert add(1, 2) == 3"]) == (0.0, {"wrong": 1.0})
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,15 @@ def test_columns_to_send_are_checked_at_the_start(server, made):
 TEMPLATE = "Q: {question}\nGold: {gold}\nA: {answer}\nEnd with Score: 0 to 10"
 
 
+def test_another_reader_counts_apart_over_the_same_connections(server, made, tmp_path):
+    for reward, answer in ((remote(server, made), {"reward": 1}), (judge(server, made, tmp_path), *says("Score: 10"))):
+        server.replies = [status(503), answer, status(503), status(503), answer]
+        other = reward.apart()
+        assert (ask(reward, "a"), ask(other, "b")) == (1.0, 1.0)
+        assert to_floats(other.take_metrics())["retries"] == 2.0
+        assert to_floats(reward.take_metrics())["retries"] == 1.0
+
+
 def says(*texts):
     return [{"choices": [{"message": {"content": text}}]} for text in texts]
 

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import fcntl
 import os
 import platform
+import re
+import resource
 import socket
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from moerl.errors import RewardError
 from moerl.rewards.pool import SandboxPool
+from moerl.rewards.sandbox import _DENIED_CALLS, _FCNTL, _IOCTL, _OPENAT, _PRCTL, _PRLIMIT
 
 JUDGE = """
 import ctypes, os, time
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-NAMES = "fork system socket open creat mkdir unlink rename truncate chmod kill ptrace".split()
+NAMES = "fork system socket open creat mkdir unlink rename truncate chmod kill ptrace fcntl ioctl syscall".split()
 CALLS = {name: getattr(LIBC, name) for name in NAMES}
 
 def warm_up():
@@ -199,6 +206,13 @@ def test_file_is_not_written(pool, tmp_path):
         ("chmod", ["{victim}", 0]),
         ("kill", [1, 0]),
         ("ptrace", [0, 0, 0, 0]),
+        ("fcntl", [1, fcntl.F_SETOWN, 1]),
+        ("fcntl", [1, 10, 9]),
+        ("fcntl", [1, 15, 0]),
+        ("fcntl", [1, 1024, 0]),
+        ("ioctl", [1, 0x8901, 0]),
+        ("ioctl", [1, 0x8902, 0]),
+        ("ioctl", [1, 0x5412, 0]),
     ],
 )
 def test_kernel_refuses_what_python_does_not_see(pool, tmp_path, name, arguments):
@@ -211,6 +225,37 @@ def test_kernel_refuses_what_python_does_not_see(pool, tmp_path, name, arguments
     assert number in (errno.EPERM, errno.EACCES)
     assert victim.read_text() == "kept"
     assert not target.exists()
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no seccomp program")
+def test_every_call_of_the_table_is_refused(pool):
+    """With arguments that could do nothing if it were let through, so that only the filter says EPERM."""
+    column = ("x86_64", "aarch64").index(platform.machine())
+    for name, numbers in _DENIED_CALLS.items():
+        if numbers[column] is not None:
+            arguments = {"name": "syscall", "arguments": [numbers[column], -1, -1, -1, -1, -1]}
+            assert pool.submit("hostile_judge:libc", arguments).result().value == [-1, errno.EPERM], name
+    other, itself = (
+        pool.submit("hostile_judge:libc", {"name": "syscall", "arguments": [_PRLIMIT[column], pid, 7, None, None]})
+        for pid in (1, 0)
+    )
+    assert (other.result().value, itself.result().value[0]) == ([-1, errno.EPERM], 0)
+
+
+HEADERS = ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h")
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_numbers_of_calls_are_those_of_the_kernels_headers(column):
+    """asm-generic is what arm64 has. Calls that are younger than the headers are not compared."""
+    if not Path(HEADERS[column]).exists():
+        pytest.skip(f"{HEADERS[column]} is not here: the kernel's headers are not installed")
+    text = Path(HEADERS[column]).read_text()
+    known = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
+    single = {"fcntl": _FCNTL, "ioctl": _IOCTL, "prlimit64": _PRLIMIT, "prctl": _PRCTL, "openat": _OPENAT}
+    compared = {name: numbers[column] for name, numbers in {**_DENIED_CALLS, **single}.items() if name in known}
+    assert len(compared) > 80
+    assert compared == {name: known[name] for name in compared}
 
 
 def test_secrets_of_the_environment_are_not_there(pool):
@@ -250,6 +295,86 @@ def test_lost_worker_is_replaced(judges):
         os.kill(replacement, 0)
     with pytest.raises(RewardError, match="closed"):
         pool.submit("hostile_judge:add", {"a": 1, "b": 1})
+
+
+def test_a_pool_that_can_start_no_process_says_so_and_works_again_later(judges, tmp_path, monkeypatch):
+    pool = SandboxPool(1, 20.0, 1_000_000_000)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    for _ in range(2):
+        with pytest.raises(RewardError, match=r"cannot start a verifier process .*gone.*; look at the space"):
+            pool.submit("hostile_judge:add", {"a": 1, "b": 1}).result(timeout=60)
+    monkeypatch.undo()
+    assert pool.submit("operator:add", {}).result(timeout=60).error == "exception"
+    pool.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
+def test_where_no_file_can_be_opened_nothing_is_left_open(judges, tmp_path, monkeypatch):
+    """With every number of descriptors that is too small to start a process."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pool = SandboxPool(1, 20.0, 1_000_000_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(int(one.name) for one in Path("/proc/self/fd").iterdir()) + 40
+    held, errors, left = [], [], []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(7):
+            errors.append(pool.submit("hostile_judge:add", {"a": 1, "b": 1}).exception(timeout=60))
+            left.append(free(limit))
+            os.close(held.pop())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for one in held:
+            os.close(one)
+    assert [type(error) for error in errors] == [RewardError] * 7
+    assert left == list(range(7))
+    assert pool.submit("hostile_judge:add", {"a": 1, "b": 1}).result(timeout=60).value == 2
+    pool.close()
+
+
+def free(limit):
+    """Descriptors below `limit` that are not open."""
+    count = 0
+    for number in range(limit):
+        try:
+            os.fstat(number)
+        except OSError:
+            count += 1
+    return count
+
+
+def test_descriptors_above_a_thousand_are_waited_for(judges):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip(f"only {hard} files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    pool = SandboxPool(1, 20.0, 1_000_000_000)
+    try:
+        assert pool.submit("hostile_judge:add", {"a": 1, "b": 1}).result(timeout=60).value == 2
+    finally:
+        pool.close()
+        for one in held:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="writes into the worker's pipe by /proc")
+def test_whatever_breaks_a_reply_is_told_to_who_waits(judges):
+    """A worker that is taken over from outside and answers what is no JSON; the next task has another one."""
+    pool = SandboxPool(1, 20.0, 1_000_000_000)
+    pool.submit("hostile_judge:add", {"a": 1, "b": 1}).result(timeout=60)
+    worker = pool.submit("os:getppid", {}).result(timeout=60).value
+    outbox = Path(f"/proc/{worker}/cmdline").read_bytes().split(b"\0")[-2].decode()
+    with Path(f"/proc/{worker}/fd/{outbox}").open("wb", buffering=0) as pipe:
+        pipe.write(b"\0\0\0\1{")
+    with pytest.raises(ValueError, match="Expecting property name"):
+        pool.submit("hostile_judge:add", {"a": 1, "b": 1}).result(timeout=60)
+    assert pool.submit("hostile_judge:add", {"a": 1, "b": 2}).result(timeout=60).value == 3
+    pool.close()
 
 
 def test_verifier_that_cannot_run_is_an_error_of_its_own(pool):

@@ -125,6 +125,49 @@ def test_answer_without_verdict_is_an_error_and_is_counted(build):
     assert to_floats(scorer.take_metrics())["reward/verifier_timeout"] == 0.0
 
 
+MEASURING = """
+from moerl.metrics import Sum
+from moerl.rewards import rewards
+from moerl.rewards.base import RewardConfig
+
+@rewards.register("counting", RewardConfig)
+class Counting:
+    def __init__(self, config, pool):
+        self.count = 0
+
+    async def score(self, prompt, text):
+        self.count += 1
+        return 1.0
+
+    def check(self, prompts):
+        return [None for _ in prompts]
+
+    def take_metrics(self):
+        count, self.count = self.count, 0
+        return {"scored": Sum(float(count))}
+"""
+
+
+def test_what_evaluation_measures_is_apart_from_what_training_does(build, tmp_path, monkeypatch):
+    """Both score at the same time; whoever is asked first must not take the other's."""
+    (tmp_path / "counting_plugin.py").write_text(MEASURING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    training = build({"name": "code"}, {"name": "counting_plugin:counting"})
+    evaluation = training.apart()
+    asked = prompt(None, tests=[{"input": "", "output": "3"}])
+    score(training, asked, trajectory("no program"))
+    for _ in range(2):
+        assert score(evaluation, asked, trajectory("no program")).reward == 1.0
+    broken = prompt(None)
+    assert score(evaluation, broken, trajectory("no program")).status == "error"
+    found = to_floats(evaluation.take_metrics())
+    assert (found["reward/code_failed_no_program"], found["reward/verifier_exception"]) == (2.0, 1.0)
+    assert "reward/counting_scored" not in found, "its counts cannot be told apart, so they are left where they are"
+    found = to_floats(training.take_metrics())
+    assert (found["reward/code_failed_no_program"], found["reward/verifier_exception"]) == (1.0, 0.0)
+    assert found["reward/counting_scored"] == 3.0
+
+
 def test_trajectory_that_already_failed_is_left_alone(build):
     failed = trajectory(r"\boxed{1}", status="too_long")
     assert score(build({"name": "exact_match"}), prompt("1"), failed) is failed

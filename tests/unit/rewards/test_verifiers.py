@@ -116,6 +116,13 @@ def test_a_failure_is_no_verdict(taskset, text, message):
         score(taskset(f"sums_{text}")[0], text, timeout_seconds=0.2)
 
 
+def test_a_timeout_of_the_tasks_own_is_not_ours(taskset):
+    """verifiers itself makes a TaskError of what a task's functions raise, but a task may score in its own way."""
+    extra = "async def score(self, trace, runtime=None): raise TimeoutError('the judge is not there')"
+    with pytest.raises(UnscoredError, match="exception: TimeoutError: the judge is not there"):
+        score(taskset("sums_unheard", extra=extra)[0], "1")
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
