@@ -106,3 +106,20 @@ def test_config_errors(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match=r"config\.json is not valid JSON"):
         read_config(tmp_path)
+
+
+def test_a_single_file_beside_shards_is_two_models(tmp_path):
+    """transformers takes the single file, whatever the index says."""
+    write_sharded(tmp_path)
+    save_file({"a": A + 1, "b": B}, tmp_path / SINGLE_FILE)
+    told = rf"{tmp_path} has two models: model\.safetensors, and the shards of model\.safetensors\.index\.json, which"
+    with pytest.raises(CheckpointError, match=rf"{told} .* Remove model\.safetensors, or model\.safetensors\.index"):
+        HFFolder(tmp_path)
+    (tmp_path / SINGLE_FILE).unlink()
+    assert torch.equal(HFFolder(tmp_path).get("a"), A)
+
+
+def test_an_index_may_list_the_single_file(tmp_path):
+    save_file({"a": A}, tmp_path / SINGLE_FILE)
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": SINGLE_FILE}}))
+    assert HFFolder(tmp_path).names() == {"a"}
