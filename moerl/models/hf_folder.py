@@ -63,8 +63,8 @@ class HFFolder:
         """Open every file and check it against the index.
 
         Raises:
-            CheckpointError: no weights, a missing or damaged file, a tensor that the index lists and its file lacks, or
-                a single file beside shards.
+            CheckpointError: no weights, a missing or damaged file, a tensor that the index lists and its file lacks or
+                that a file has and the index does not list there, or a single file beside shards.
         """
         self.folder = Path(folder)
         self._files: dict[Path, TensorFile] = {}
@@ -142,9 +142,16 @@ class HFFolder:
             )
         for file in sorted(set(weight_map.values())):
             listed = {name for name, place in weight_map.items() if place == file}
-            lacking = sorted(listed - set(self._open(self.folder / file).names()))
+            held = set(self._open(self.folder / file).names())
+            lacking, unlisted = sorted(listed - held), sorted(held - listed)
             if lacking:
                 raise CheckpointError(f"{self.folder / file} lacks {shorten(lacking)}, which {index.name} says it has")
+            if unlisted:
+                raise CheckpointError(
+                    f"{self.folder / file} holds {shorten(unlisted)}, which {index.name} does not list there; other "
+                    "readers would load what is left out here. Download the index and its shards anew, or list the "
+                    "tensors in its weight_map"
+                )
         self._places = {name: self.folder / file for name, file in weight_map.items()}
 
     def _open(self, path: Path) -> TensorFile:

@@ -285,6 +285,17 @@ def test_an_index_of_another_model_is_refused(small, tmp_path):
         find(tmp_path / "shards").carried()
 
 
+def test_a_carried_tensor_that_the_index_does_not_list_is_refused(small, tmp_path):
+    import_checkpoint(find(small), tmp_path / "shards", Layout(), Options())
+    path = tmp_path / "shards" / CARRIED_INDEX
+    index = json.loads(path.read_text())
+    del index["weight_map"]["model.layers.4.eh_proj.weight"]
+    path.write_text(json.dumps(index))
+    told = r"carried_00000\.safetensors holds model\.layers\.4\.eh_proj\.weight, which carried\.safetensors\.index"
+    with pytest.raises(CheckpointError, match=told):
+        find(tmp_path / "shards").carried()
+
+
 def test_memory_and_disk_are_counted_for_them_too(small, tmp_path):
     """Files are planned before anything is written, so that a disk that is too small for them is refused at once."""
     place = find(small)

@@ -123,3 +123,19 @@ def test_an_index_may_list_the_single_file(tmp_path):
     save_file({"a": A}, tmp_path / SINGLE_FILE)
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": SINGLE_FILE}}))
     assert HFFolder(tmp_path).names() == {"a"}
+
+
+@pytest.mark.parametrize("place", [None, "one.safetensors"])
+def test_a_tensor_that_the_index_does_not_list(tmp_path, place):
+    """Not at all, or for another shard: transformers loads whatever a shard holds."""
+    write_sharded(tmp_path)
+    held = {"a": A, "c": A + 1} if place else {"a": A}
+    save_file(held, tmp_path / "one.safetensors")
+    save_file({"b": B, "c": A}, tmp_path / "two.safetensors")
+    if place:
+        index = json.loads((tmp_path / INDEX_FILE).read_text())
+        index["weight_map"]["c"] = place
+        (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    told = r"two\.safetensors holds c, which model\.safetensors\.index\.json does not list there; .* Download the index"
+    with pytest.raises(CheckpointError, match=told):
+        HFFolder(tmp_path)
