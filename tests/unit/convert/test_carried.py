@@ -296,6 +296,20 @@ def test_a_carried_tensor_that_the_index_does_not_list_is_refused(small, tmp_pat
         find(tmp_path / "shards").carried()
 
 
+@pytest.mark.parametrize("metadata", [None, [], {}, {"storage": None}, {"storage": [1]}])
+def test_an_index_that_does_not_say_how_they_are_stored_is_refused(small, tmp_path, metadata):
+    import_checkpoint(find(small), tmp_path / "shards", Layout(), Options())
+    path = tmp_path / "shards" / CARRIED_INDEX
+    index = {**json.loads(path.read_text()), "metadata": metadata}
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"{path} has .* under metadata\.storage where .* convert the model again"):
+        find(tmp_path / "shards").carried()
+    del index["metadata"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"{path} has None under metadata\.storage"):
+        find(tmp_path / "shards").carried()
+
+
 def test_memory_and_disk_are_counted_for_them_too(small, tmp_path):
     """Files are planned before anything is written, so that a disk that is too small for them is refused at once."""
     place = find(small)
