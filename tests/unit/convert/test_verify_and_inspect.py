@@ -155,6 +155,20 @@ def test_checkpoints_of_a_run_are_read_with_its_model(folder, shards, tmp_path, 
     assert not compare_weights(find(folder), find(run, settings=folder)).differences
 
 
+def test_settings_go_to_the_side_that_lost_its_own(folder, shards, tmp_path, capsys):
+    run = save_run(tmp_path / "run", shards, folder)
+    (run / "config.yaml").unlink()
+    for sides in ((folder, run), (run, folder), (run, run), (shards, run)):
+        command = ["convert", "verify", *map(str, sides), "--no-forward"]
+        assert main(command) == 1
+        assert "with --settings" in " ".join(capsys.readouterr().err.split())
+        assert main([*command, "--settings", str(folder)]) == 0
+        assert "equal, bit for bit" in capsys.readouterr().out
+    assert main(["convert", "verify", str(folder), str(shards), "--no-forward", "--settings", str(folder)]) == 2
+    told = capsys.readouterr().err.replace("\n", "").replace(" ", "")
+    assert f"{folder}and{shards}bothhavetheirownconfig.json,leaveitout" in told
+
+
 def test_what_is_no_model_is_told(tmp_path, folder):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"is no model: it has neither config\.json"):
