@@ -238,12 +238,12 @@ def _verify(args: argparse.Namespace) -> int:
 
     if not launched_world().is_alone:
         raise ConfigError("moerl convert verify runs in one process; start it without a launcher")
-    first, second = _find_both(args)
+    (first, second), allowed = _find_both(args), tuple(args.allow_unmapped)
     with ByteProgress("compare") as show:
-        verdict = compare_weights(first, second, threads=args.threads, show=show, allowed=tuple(args.allow_unmapped))
+        verdict = compare_weights(first, second, threads=args.threads, show=show, allowed=allowed)
     forward = None
     if not args.no_forward:
-        forward = compare_forwards(first, second, num_tokens=args.tokens, seed=args.seed)
+        forward = compare_forwards(first, second, num_tokens=args.tokens, seed=args.seed, allowed=allowed)
     is_equal = not verdict.differences
     agrees = forward is None or (forward.logprob_gap <= args.tolerance and not forward.routes_differing)
     if args.as_json:

@@ -141,10 +141,13 @@ def _word(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def compare_forwards(first: Place, second: Place, *, num_tokens: int, seed: int) -> Forward:
+def compare_forwards(
+    first: Place, second: Place, *, num_tokens: int, seed: int, allowed: tuple[str, ...] = ()
+) -> Forward:
     """Random tokens through both, in float32; a Hugging Face folder through transformers, shards through Megatron.
 
     Where both have one form, the second one goes through the other code, so that the mapping itself is held to it.
+    `allowed` as in `compare_weights`.
 
     Raises:
         ConfigError: fewer than 2 tokens, or vocabularies that differ.
@@ -163,7 +166,7 @@ def compare_forwards(first: Place, second: Place, *, num_tokens: int, seed: int)
     own = ["transformers" if place.form == "huggingface" else "megatron" for place in (first, second)]
     if own == ["transformers", "transformers"]:
         own[1] = "megatron"
-    outputs = [runners[by](place, tokens, probes) for by, place in zip(own, (first, second), strict=True)]
+    outputs = [runners[by](place, tokens, probes, allowed) for by, place in zip(own, (first, second), strict=True)]
     (a, routes_a), (b, routes_b) = outputs
     gap = float(((a - b).abs() / (1 + a.abs())).max())
     differing = total = 0
@@ -173,17 +176,21 @@ def compare_forwards(first: Place, second: Place, *, num_tokens: int, seed: int)
     return Forward(gap, a.numel(), differing, total, (own[0], own[1]))
 
 
-def _by_megatron(place: Place, tokens: Tensor, probes: Tensor) -> tuple[Tensor, Tensor | None]:
+def _by_megatron(
+    place: Place, tokens: Tensor, probes: Tensor, allowed: tuple[str, ...]
+) -> tuple[Tensor, Tensor | None]:
     from moerl.mcore.forward import forward_once
     from moerl.mcore.model import ModelSource
 
     shards = None if place.form == "huggingface" else place.weights
-    return forward_once(ModelSource(place.settings, place.hf, place.family, shards), tokens, probes)
+    return forward_once(ModelSource(place.settings, place.hf, place.family, shards), tokens, probes, allowed=allowed)
 
 
 @torch.no_grad()
-def _by_transformers(place: Place, tokens: Tensor, probes: Tensor) -> tuple[Tensor, Tensor | None]:
-    model = transformers_model(place, torch.float32)
+def _by_transformers(
+    place: Place, tokens: Tensor, probes: Tensor, allowed: tuple[str, ...]
+) -> tuple[Tensor, Tensor | None]:
+    model = transformers_model(place, torch.float32, allowed)
     routes: list[Tensor] = []
     hooks = [
         module.register_forward_hook(lambda _module, _inputs, output: routes.append(output[2]))

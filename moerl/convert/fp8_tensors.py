@@ -78,7 +78,7 @@ def export_fp8_tensors(
     held = {tensor.name: tensor for tensor in disk_tensors(place.family, place.hf)}
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.modelopt-") as made:
-        _run_modelopt(place, Path(made), texts)
+        _run_modelopt(place, Path(made), texts, options.allowed)
         theirs = HFFolder(made)
         quantised = _checked_names(theirs, rules, linear)
         stored: list[Described] = []
@@ -140,11 +140,11 @@ def _require_modelopt() -> str:
     return str(modelopt.__version__)
 
 
-def _run_modelopt(place: Place, folder: Path, texts: Sequence[Tensor]) -> None:
+def _run_modelopt(place: Place, folder: Path, texts: Sequence[Tensor], allowed: Sequence[str]) -> None:
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
 
-    model: Any = transformers_model(place, torch.bfloat16)
+    model: Any = transformers_model(place, torch.bfloat16, allowed)
     model.set_experts_implementation("eager")  # so that each expert is a call of its own, which modelopt can measure
 
     def run(model: Any) -> None:

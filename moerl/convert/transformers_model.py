@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from moerl.models.disk import disk_tensors
 from moerl.models.quantised import quantisation_of, without_quantisation
 
 
-def transformers_model(place: Place, dtype: torch.dtype) -> Any:
-    """transformers' model, whole in memory, to evaluate.
+def transformers_model(place: Place, dtype: torch.dtype, allowed: Iterable[str] = ()) -> Any:
+    """transformers' model, whole in memory, to evaluate; `allowed` as in `Place.open`.
 
     Quantised weights reach it dequantised: its own reader takes the size of a block from the number of scales, and so
     scales partial blocks wrongly (192 rows and 2 scales: 96) or refuses them (576 rows and 5 scales).
@@ -26,7 +27,7 @@ def transformers_model(place: Place, dtype: torch.dtype) -> Any:
     logging.disable_progress_bar()
     if place.form == "huggingface" and quantisation_of(place.hf) is None:
         return transformers.AutoModelForCausalLM.from_pretrained(place.weights, dtype=dtype).eval()
-    source, hf = place.open(), without_quantisation(place.hf)
+    source, hf = place.open(allowed), without_quantisation(place.hf)
     tensors = {tensor.name: tensor.make(source.get) for tensor in disk_tensors(place.family, hf)}
     config = transformers.CONFIG_MAPPING[hf["model_type"]].from_dict(hf)
     model_class = getattr(transformers, hf["architectures"][0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,16 @@ from moerl.models.family import refuse_unproven
 from moerl.types import MicroBatch, TokenWeights
 
 
-def forward_once(source: ModelSource, token_ids: Tensor, probes: Tensor) -> tuple[Tensor, Tensor | None]:
+def forward_once(
+    source: ModelSource, token_ids: Tensor, probes: Tensor, *, allowed: Iterable[str] = ()
+) -> tuple[Tensor, Tensor | None]:
     """Load the model in float32 into one process and run one sequence through it.
 
     Args:
         source: configuration and weights.
         token_ids: [t] int64.
         probes: [k] int64, tokens whose logprobs are wanted after each token.
+        allowed: regular expressions of tensors that may be left out.
 
     Returns:
         Logprobs [t - 1, k] float32 of the probes after each token but the last, and the experts [t, l, topk] int64 of
@@ -36,7 +41,7 @@ def forward_once(source: ModelSource, token_ids: Tensor, probes: Tensor) -> tupl
     section = ModelSection(path=str(source.folder))
     config = transformer_config(source, section=section, precision=PrecisionSection(), parallel=layout)
     chunks = build_chunks(source, config, layout)
-    WeightMap(source, chunks, layout).load_hf()
+    WeightMap(source, chunks, layout).load_hf(allowed=allowed)
     runner = StepRunner(wrap_chunks(chunks, config, OptimSection()), layout, source.kwargs)
     device = torch.device(torch.cuda.current_device())
     batch = _micro_batch(token_ids.to(device), probes.to(device))

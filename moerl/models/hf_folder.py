@@ -134,7 +134,11 @@ class HFFolder:
             raise CheckpointError(
                 f"{index} lists {shorten(missing)}, which {self.folder} lacks; download the missing files"
             )
-        if index.name == INDEX_FILE and (self.folder / SINGLE_FILE).is_file() and SINGLE_FILE not in weight_map.values():
+        if (
+            index.name == INDEX_FILE
+            and (self.folder / SINGLE_FILE).is_file()
+            and SINGLE_FILE not in weight_map.values()
+        ):
             raise CheckpointError(
                 f"{self.folder} has two models: {SINGLE_FILE}, and the shards of {INDEX_FILE}, which does not list it; "
                 f"other readers take the single file. Remove {SINGLE_FILE}, or {INDEX_FILE} with its shards, whichever "

@@ -302,7 +302,9 @@ def test_an_index_that_does_not_say_how_they_are_stored_is_refused(small, tmp_pa
     path = tmp_path / "shards" / CARRIED_INDEX
     index = {**json.loads(path.read_text()), "metadata": metadata}
     path.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=rf"{path} has .* under metadata\.storage where .* convert the model again"):
+    with pytest.raises(
+        CheckpointError, match=rf"{path} has .* under metadata\.storage where .* convert the model again"
+    ):
         find(tmp_path / "shards").carried()
     del index["metadata"]
     path.write_text(json.dumps(index))

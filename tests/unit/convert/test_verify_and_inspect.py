@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import save_run
+from quantised_folders import read_files, save_fp8, write_files
 from safetensors.torch import load_file, save_file
 from tiny_models import save_model
 
@@ -116,6 +117,23 @@ def test_the_command_exits_by_what_it_found(folder, shards, capsys):
     assert "135 tensors, 0.001 GB: 1 differs" in told
     assert main(["convert", "verify", str(folder), str(shards), "--no-forward", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["differences"][0]["name"] == NAME
+
+
+@pytest.mark.parametrize("form", ["plain", "quantised"])
+def test_what_may_be_left_out_is_left_out_of_the_forward_too(form, tmp_path, capsys):
+    if form == "plain":
+        first = second = save_model(tmp_path / "hf", "softmax")
+        edit(first, lambda t: t.update({"model.extra.weight": torch.ones(3)}))
+    else:
+        first = save_fp8(tmp_path / "fp8", "softmax")[0]
+        write_files(first, {"a.safetensors": {**read_files(first), "model.extra.weight": torch.ones(3)}})
+        (first / "b.safetensors").unlink()
+        second = first
+    command = ["convert", "verify", str(first), str(second), "--tokens", "8"]
+    assert main(command) == 1
+    assert "unmapped tensors: model.extra.weight" in capsys.readouterr().err.replace("\n", " ")
+    assert main([*command, "--allow-unmapped", r"model\.extra\..*"]) == 0
+    assert "(transformers and megatron)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_damage_is_found_and_refused(shards, tmp_path, capsys):
