@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from quantised_folders import edit_config, save_fp8
 from tiny_models import save_model
 
 from moerl.__main__ import main
 from moerl.convert.fp8_tensors import calibration_tokens
 from moerl.errors import CheckpointError
+from moerl.types import WeightBucket
+from moerl.weight_sync.servers import SenderPlace
+from moerl.weight_sync.version_folder import VersionFolder
 
 CODE = """
 from pathlib import Path
@@ -59,6 +63,23 @@ def test_a_model_type_that_transformers_lacks_is_told_with_the_way_on(make, tmp_
 def test_a_model_that_transformers_has_is_run_by_its_own_code(tmp_path):
     folder = with_code(save_model(tmp_path / "hf", "latent"))
     assert main(["convert", "verify", str(folder), str(folder), "--tokens", "4"]) == 0
+    assert not list(tmp_path.rglob("it_ran"))
+
+
+def test_code_and_vocabulary_go_from_form_to_form(tmp_path):
+    """What `auto_map` names is there wherever config.json goes, also in a version for servers."""
+    folder = with_code(save_model(tmp_path / "hf", "latent"))
+    (folder / "tiktoken.model").write_bytes(b"IQ== 0\n")
+    shards, back = tmp_path / "shards", tmp_path / "back"
+    assert main(["convert", "import", str(folder), str(shards)]) == 0
+    assert main(["convert", "export", str(shards), str(back)]) == 0
+    for made in (shards, back):
+        assert json.loads((made / "config.json").read_text())["auto_map"] == AUTO_MAP
+        assert (made / "code.py").read_text() == CODE
+        assert (made / "tiktoken.model").read_bytes() == b"IQ== 0\n"
+    versions = VersionFolder(SenderPlace(tmp_path / "versions", folder))
+    versions.write(WeightBucket(1, [("w", torch.zeros(2))], is_last=True, checksum=None))
+    assert (versions.finish(1) / "code.py").read_text() == CODE
     assert not list(tmp_path.rglob("it_ran"))
 
 
