@@ -169,8 +169,8 @@ class ShardReader:
         """Whether every target can be filled.
 
         Raises:
-            CheckpointError: a name that is not there, another shape or dtype, a box that the files do not cover, or a
-                file that cannot be opened.
+            CheckpointError: a name that is not there, another shape or dtype, a box that the files do not cover, a
+                file that cannot be opened, or one that holds a part otherwise than its description says.
         """
         for target in targets:
             entry = self.entries.get(target.name)
@@ -187,7 +187,7 @@ class ShardReader:
             covered = 0
             for part, _, size in entry.touching(target.offset, tuple(target.data.shape)):
                 covered += math.prod(size)
-                self._open(part.rank)
+                self._file(part, entry.dtype)
             if covered != target.data.numel():
                 raise CheckpointError(
                     f"{self.folder}: the files hold {covered} of the {target.data.numel()} elements of {target.name} "
@@ -203,7 +203,8 @@ class ShardReader:
         """
         entry = self.entries[target.name]
         for part, start, size in entry.touching(target.offset, tuple(target.data.shape)):
-            source = self._slice(part, [a - b for a, b in zip(start, part.offset, strict=True)], size)
+            inside = [a - b for a, b in zip(start, part.offset, strict=True)]
+            source = self._file(part, entry.dtype).read_box(part.key, inside, size)
             place = tuple(slice(a - b, a - b + c) for a, b, c in zip(start, target.offset, size, strict=True))
             target.data[place].copy_(source)
 
@@ -231,13 +232,17 @@ class ShardReader:
         file = self._open(rank)
         return {key: file.read(key) for key in file.names() if "@" not in key}
 
-    def _slice(self, part: Part, start: Sequence[int], size: Box) -> Tensor:
+    def _file(self, part: Part, dtype: torch.dtype) -> TensorFile:
+        """The file of a part, once it holds it as the description beside it says."""
         file = self._open(part.rank)
-        if part.key not in file or file.describe(part.key).shape != part.size:
+        found = file.describe(part.key) if part.key in file else None
+        if found is None or (found.dtype, found.shape) != (dtype, part.size):
+            has = "lacks it" if found is None else f"has {found.dtype} {list(found.shape)}"
             raise CheckpointError(
-                f"{file.path} is damaged (it lacks {part.key} {list(part.size)}); use an earlier checkpoint"
+                f"{file.path} is damaged: {part.key} is to be {dtype} {list(part.size)}, and it {has}; use an earlier "
+                "checkpoint"
             )
-        return file.read_box(part.key, start, size)
+        return file
 
     def _open(self, rank: int) -> TensorFile:
         path = files_of(self.folder, rank)[0]

@@ -150,14 +150,27 @@ def run(args: argparse.Namespace) -> int:
     return actions[args.action](args)
 
 
-def _find(path: Path, args: argparse.Namespace) -> Place:
+def _find(path: Path, args: argparse.Namespace, settings: Path | None) -> Place:
     from moerl.convert.inspection import refuse_damage
     from moerl.convert.places import find
 
-    place = find(path, settings=args.settings)
+    place = find(path, settings=settings)
     if not args.skip_checksums and args.action != "inspect" and not launched_world().rank:
         refuse_damage(place, args.threads, is_held_later=args.action != "verify")
     return place
+
+
+def _find_both(args: argparse.Namespace) -> list[Place]:
+    """`--settings` goes to those that have none of their own."""
+    from moerl.convert.places import has_settings
+
+    paths = (args.first, args.second)
+    if args.settings is not None and all(has_settings(path) for path in paths):
+        raise ConfigError(
+            f"--settings is for checkpoints of runs; {args.first} and {args.second} both have their own config.json, "
+            "leave it out"
+        )
+    return [_find(path, args, None if has_settings(path) else args.settings) for path in paths]
 
 
 def _options(args: argparse.Namespace) -> Options:
@@ -184,7 +197,7 @@ def _convert(args: argparse.Namespace) -> int:
     from moerl.convert.show import ByteProgress
 
     world = launched_world()
-    place = _find(args.source, args)
+    place = _find(args.source, args, args.settings)
     with ByteProgress(f"{args.action} {args.out}", is_silent=bool(world.rank)) as show:
         if args.action == "import":
             sizes = {axis.replace("-", "_"): getattr(args, axis.replace("-", "_")) for axis in AXES}
@@ -229,12 +242,12 @@ def _verify(args: argparse.Namespace) -> int:
 
     if not launched_world().is_alone:
         raise ConfigError("moerl convert verify runs in one process; start it without a launcher")
-    first, second = _find(args.first, args), _find(args.second, args)
+    (first, second), allowed = _find_both(args), tuple(args.allow_unmapped)
     with ByteProgress("compare") as show:
-        verdict = compare_weights(first, second, threads=args.threads, show=show, allowed=tuple(args.allow_unmapped))
+        verdict = compare_weights(first, second, threads=args.threads, show=show, allowed=allowed)
     forward = None
     if not args.no_forward:
-        forward = compare_forwards(first, second, num_tokens=args.tokens, seed=args.seed)
+        forward = compare_forwards(first, second, num_tokens=args.tokens, seed=args.seed, allowed=allowed)
     is_equal = not verdict.differences
     said = [] if forward is None else forward.differences(args.tolerance)
     agrees = not said
@@ -271,7 +284,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
     if not launched_world().is_alone:
         raise ConfigError("moerl convert inspect runs in one process; start it without a launcher")
-    place, allowed = _find(args.path, args), tuple(args.allow_unmapped)
+    place, allowed = _find(args.path, args, args.settings), tuple(args.allow_unmapped)
     found = inspect_model(place, verify=not args.skip_checksums, threads=args.threads, allowed=allowed)
     if args.as_json:
         print_line(json.dumps(found, indent=1))

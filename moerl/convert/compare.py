@@ -185,11 +185,13 @@ class Said:
     """[t, l, k] int64; None where there is none."""
 
 
-def compare_forwards(first: Place, second: Place, *, num_tokens: int, seed: int) -> Forward:
+def compare_forwards(
+    first: Place, second: Place, *, num_tokens: int, seed: int, allowed: tuple[str, ...] = ()
+) -> Forward:
     """Random tokens through both, in float32; a Hugging Face folder through transformers, shards through Megatron.
 
     Every logit of the vocabulary after every token is compared, and every route. Where both have one form, the second
-    one goes through the other code, so that the mapping itself is held to it.
+    one goes through the other code, so that the mapping itself is held to it. `allowed` as in `compare_weights`.
 
     Raises:
         ConfigError: no tokens, or vocabularies that differ.
@@ -205,7 +207,7 @@ def compare_forwards(first: Place, second: Place, *, num_tokens: int, seed: int)
     own = ["transformers" if place.form == "huggingface" else "megatron" for place in (first, second)]
     if own == ["transformers", "transformers"]:
         own[1] = "megatron"
-    a, b = (runners[by](place, tokens) for by, place in zip(own, (first, second), strict=True))
+    a, b = (runners[by](place, tokens, allowed) for by, place in zip(own, (first, second), strict=True))
     at, total = torch.zeros(0, 2), 0
     if a.routes is not None and b.routes is not None:
         total = a.routes.numel()
@@ -236,19 +238,20 @@ def largest_gap(a: Said, b: Said, *, max_logits: int = MAX_LOGITS) -> Gap:
     return worst
 
 
-def _by_megatron(place: Place, tokens: Tensor) -> Said:
+def _by_megatron(place: Place, tokens: Tensor, allowed: tuple[str, ...]) -> Said:
     from moerl.mcore.forward import forward_once
     from moerl.mcore.model import ModelSource
 
     shards = None if place.form == "huggingface" else place.weights
-    outcome = forward_once(ModelSource(place.settings, place.hf, place.family, shards), tokens)
+    source = ModelSource(place.settings, place.hf, place.family, shards)
+    outcome = forward_once(source, tokens, allowed=allowed)
     return Said(outcome.hidden, lambda rows: rows @ outcome.head.t(), outcome.routes)
 
 
 @torch.no_grad()
-def _by_transformers(place: Place, tokens: Tensor) -> Said:
+def _by_transformers(place: Place, tokens: Tensor, allowed: tuple[str, ...]) -> Said:
     """What transformers' model does, its head taken apart so that it need not say all at once."""
-    model = transformers_model(place, torch.float32)
+    model = transformers_model(place, torch.float32, allowed)
     routes: list[Tensor] = []
     hooks = [
         module.register_forward_hook(lambda _module, _inputs, output: routes.append(output[2]))

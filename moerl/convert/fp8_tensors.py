@@ -23,7 +23,7 @@ from moerl.convert.fp8_folders import fp8_names, plain_modules
 from moerl.convert.imports import Options, refuse_same_folder
 from moerl.convert.places import Place
 from moerl.convert.precision import cast, keeps_dtype
-from moerl.convert.transformers_model import transformers_model
+from moerl.convert.transformers_model import LOCAL, transformers_model
 from moerl.errors import CheckpointError, ConfigError
 from moerl.models.disk import disk_tensors
 from moerl.models.hf_folder import HFFolder, WeightSource, read_config
@@ -45,13 +45,21 @@ def calibration_tokens(path: Path, settings: Path) -> list[Tensor]:
 
     Raises:
         ConfigError: no such file, or nothing in it.
+        CheckpointError: no tokenizer that transformers loads without the folder's own code.
     """
     from transformers import AutoTokenizer
 
     if not path.is_file():
         raise ConfigError(f"--calibration is {path}, which is no file; name a file with one text a line")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:MAX_TEXTS]
-    tokenizer = AutoTokenizer.from_pretrained(settings)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(settings, **LOCAL)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{settings}: no tokenizer that can be loaded without running the folder's own code ({reason}), so no text "
+            "can be measured; export with --dtype fp8-block, which needs none"
+        ) from error
     tokens = [torch.tensor(tokenizer(line)["input_ids"][:MAX_TOKENS]) for line in lines]
     tokens = [one for one in tokens if one.numel()]
     if not tokens:
@@ -79,7 +87,7 @@ def export_fp8_tensors(
     held = {tensor.name: tensor for tensor in disk_tensors(place.family, place.hf)}
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.modelopt-") as made:
-        _run_modelopt(place, Path(made), texts)
+        _run_modelopt(place, Path(made), texts, options.allowed)
         theirs = HFFolder(made)
         quantised = _checked_names(theirs, rules, linear)
         stored: list[Described] = []
@@ -141,11 +149,11 @@ def _require_modelopt() -> str:
     return str(modelopt.__version__)
 
 
-def _run_modelopt(place: Place, folder: Path, texts: Sequence[Tensor]) -> None:
+def _run_modelopt(place: Place, folder: Path, texts: Sequence[Tensor], allowed: Sequence[str]) -> None:
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
 
-    model: Any = transformers_model(place, torch.bfloat16)
+    model: Any = transformers_model(place, torch.bfloat16, allowed)
     model.set_experts_implementation("eager")  # so that each expert is a call of its own, which modelopt can measure
 
     def run(model: Any) -> None:

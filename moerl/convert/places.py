@@ -128,7 +128,7 @@ def find(path: str | Path, *, settings: str | Path | None = None, family: str = 
         path.stat()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened ({error.strerror}); give a folder that exists") from error
-    if not (path / "config.json").is_file():
+    if not has_settings(path):
         step = _step_folder(path)
         if step is None:
             raise CheckpointError(
@@ -143,6 +143,11 @@ def find(path: str | Path, *, settings: str | Path | None = None, family: str = 
     hf = read_config(path)
     form = "megatron" if has_shards(path) else "huggingface"
     return Place(path, form, path, path, hf, family_of(hf, family))
+
+
+def has_settings(path: Path) -> bool:
+    """Whether `path` has a configuration of its own, so that `find` takes no `settings` for it."""
+    return (path / "config.json").is_file()
 
 
 def newest_step(path: Path) -> Path | None:

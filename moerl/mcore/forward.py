@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +47,13 @@ class _OpenModel(PackedGPTModel):
         )
 
 
-def forward_once(source: ModelSource, token_ids: Tensor) -> Outcome:
+def forward_once(source: ModelSource, token_ids: Tensor, *, allowed: Iterable[str] = ()) -> Outcome:
     """Load the model in float32 into one process and run one sequence through it.
 
     Args:
         source: configuration and weights.
         token_ids: [t] int64.
+        allowed: regular expressions of tensors that may be left out.
 
     Raises:
         CheckpointError: weights that do not fill the model.
@@ -62,7 +64,7 @@ def forward_once(source: ModelSource, token_ids: Tensor) -> Outcome:
     section = ModelSection(path=str(source.folder))
     config = transformer_config(source, section=section, precision=PrecisionSection(), parallel=layout)
     chunks = build_chunks(source, config, layout, _OpenModel)
-    WeightMap(source, chunks, layout).load_hf()
+    WeightMap(source, chunks, layout).load_hf(allowed=allowed)
     runner = StepRunner(wrap_chunks(chunks, config, OptimSection()), layout, source.kwargs)
     device = torch.device(torch.cuda.current_device())
     (result,) = runner.forward([_micro_batch(token_ids.to(device))], own_routes, observe=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -88,15 +88,17 @@ class WeightMap:
     def _axis(self, rule: Rule) -> Axis:
         return self._parallel.etp if rule.is_expert else self._parallel.tp
 
-    def load_hf(self, source: ModelSource | None = None) -> None:
+    def load_hf(self, source: ModelSource | None = None, *, allowed: Iterable[str] = ()) -> None:
         """Fill every local parameter, in training dtype, from the folder (of `source`, of the same shape, if given).
+
+        `allowed`: regular expressions of names that may be left out.
 
         Raises:
             CheckpointError: a missing, left-over or mis-shaped tensor; a parameter that is not finite afterwards.
         """
         source = self._source if source is None else source
         weights = open_weights(source.folder, source.family, source.hf, shards=source.shards)
-        self._fill(checked_source(weights, source.family, source.hf))
+        self._fill(checked_source(weights, source.family, source.hf, allowed))
 
     def initialize(self, seed: int) -> None:
         """Fresh weights: norms 1, biases 0, everything else normal; the same for every parallel layout."""

@@ -119,13 +119,14 @@ def open_carried(folder: Path, family: ModelFamily, hf: HFConfig, allowed: Itera
     `allowed`: regular expressions of plain names that are left behind.
 
     Raises:
-        CheckpointError: a missing or damaged file, or one with tensors that the family does not carry.
+        CheckpointError: a missing or damaged file, one with tensors that the family does not carry, or an index that
+            does not say how they are stored.
     """
     stored, storage = InMemory({}), {}
     is_sharded = has_shards(folder)
     if is_sharded and (folder / CARRIED_INDEX).is_file():
         stored = HFFolder(folder, index_file=CARRIED_INDEX)
-        storage = json.loads((folder / CARRIED_INDEX).read_text())["metadata"]["storage"]
+        storage = _storage_of(folder / CARRIED_INDEX)
     elif not is_sharded and has_weights(folder):
         stored = HFFolder(folder)
         storage = {name: hf[name] for name in _STORAGE_FIELDS if name in hf}
@@ -141,6 +142,18 @@ def open_carried(folder: Path, family: ModelFamily, hf: HFConfig, allowed: Itera
     files = {stored.file_of(name): None for name in names} if isinstance(stored, HFFolder) else {}
     part = _Part(stored, names)
     return Carried(folder, part, {kind: tuple(found) for kind, found in kinds.items()}, storage, tuple(files))
+
+
+def _storage_of(index: Path) -> dict[str, Any]:
+    metadata = json.loads(index.read_text(encoding="utf-8")).get("metadata")  # `HFFolder` saw that it is an object
+    storage = metadata.get("storage") if isinstance(metadata, dict) else None
+    if not isinstance(storage, dict):
+        raise CheckpointError(
+            f"{index} has {storage!r} under metadata.storage where an object is needed (fields of config.json that say "
+            "how the tensors are stored, {} where they are plain); without it their values mean nothing, convert the "
+            "model again"
+        )
+    return storage
 
 
 def places_in_layer(names: Iterable[str]) -> frozenset[str]:

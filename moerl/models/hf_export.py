@@ -25,13 +25,14 @@ COPIED_FILES = (
     "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
+    "tiktoken.model",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "vocab.json",
     "vocab.txt",
 )
-"""Taken from the source folder where it has them."""
+"""Taken from the source folder where it has them; and its modules, see `_modules`."""
 
 _CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -182,15 +183,28 @@ def copy_settings(
 ) -> None:
     """Configuration, with the type that most elements of `dtypes` have, tokenizer and what belongs to it.
 
-    What the source says of how its own weights are quantised does not come along; `quantisation` takes its place.
+    What the source says of how its own weights are quantised does not come along; `quantisation` takes its place. The
+    source's Python modules, which its `auto_map` may name, are copied and never run.
     """
     config = _with_dtype(without_quantisation(read_config(source)), dtypes)
     if quantisation is not None:
         config["quantization_config"] = dict(quantisation)
     _write_json(folder / "config.json", config)
-    for file in COPIED_FILES:
+    for file in (*COPIED_FILES, *_modules(source)):
         if (source / file).is_file():
             shutil.copyfile(source / file, folder / file)
+
+
+def _modules(source: Path) -> list[str]:
+    """Names of the Python files that lie in `source` itself.
+
+    `auto_map` names some of them and those import others, so all go along. A link counts where it leads to a file of
+    the folder or, as in the hub's cache (`snapshots/<revision>`), to the blobs beside it: no other file of the machine
+    is to end up in an export.
+    """
+    home = source.resolve()
+    homes = {home, home.parents[1] / "blobs"} if home.parent.name == "snapshots" else {home}
+    return sorted(path.name for path in source.glob("*.py") if path.is_file() and path.resolve().parent in homes)
 
 
 def _with_dtype(config: dict[str, object], dtypes: Mapping[torch.dtype, int]) -> dict[str, object]:

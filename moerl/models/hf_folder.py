@@ -63,16 +63,16 @@ class HFFolder:
         """Open every file and check it against the index.
 
         Raises:
-            CheckpointError: no weights, a missing or damaged file, or a tensor that the index lists and its file lacks.
+            CheckpointError: no weights, a missing or damaged file, a tensor that the index lists and its file lacks or
+                that a file has and the index does not list there, or a single file beside shards.
         """
         self.folder = Path(folder)
         self._files: dict[Path, TensorFile] = {}
         self._places: dict[str, Path] = {}
-        index = self.folder / index_file
+        index, single = self.folder / index_file, self.folder / SINGLE_FILE
         if index.is_file():
             self._read_index(index)
             return
-        single = self.folder / SINGLE_FILE
         if not single.is_file():
             raise CheckpointError(
                 f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; download or export the weights there, "
@@ -134,11 +134,28 @@ class HFFolder:
             raise CheckpointError(
                 f"{index} lists {shorten(missing)}, which {self.folder} lacks; download the missing files"
             )
+        if (
+            index.name == INDEX_FILE
+            and (self.folder / SINGLE_FILE).is_file()
+            and SINGLE_FILE not in weight_map.values()
+        ):
+            raise CheckpointError(
+                f"{self.folder} has two models: {SINGLE_FILE}, and the shards of {INDEX_FILE}, which does not list it; "
+                f"other readers take the single file. Remove {SINGLE_FILE}, or {INDEX_FILE} with its shards, whichever "
+                "is not the model you mean"
+            )
         for file in sorted(set(weight_map.values())):
             listed = {name for name, place in weight_map.items() if place == file}
-            lacking = sorted(listed - set(self._open(self.folder / file).names()))
+            held = set(self._open(self.folder / file).names())
+            lacking, unlisted = sorted(listed - held), sorted(held - listed)
             if lacking:
                 raise CheckpointError(f"{self.folder / file} lacks {shorten(lacking)}, which {index.name} says it has")
+            if unlisted:
+                raise CheckpointError(
+                    f"{self.folder / file} holds {shorten(unlisted)}, which {index.name} does not list there; other "
+                    "readers would load what is left out here. Download the index and its shards anew, or list the "
+                    "tensors in its weight_map"
+                )
         self._places = {name: self.folder / file for name, file in weight_map.items()}
 
     def _open(self, path: Path) -> TensorFile:

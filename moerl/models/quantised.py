@@ -65,6 +65,8 @@ class Dequantised:
     ) -> None:
         """`settings` is `quantization_config`; of the weights headers alone are read.
 
+        4-bit integers have their shape in a tensor beside them, and those, two numbers each, are all read here.
+
         `is_part`: `source` is some of a folder's tensors, of which none need be quantised.
 
         Raises:

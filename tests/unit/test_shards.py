@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moerl.errors import CheckpointError
 from moerl.shards import Shard, ShardReader, files_of, write_rank
@@ -108,3 +109,28 @@ def test_damage_is_named(tmp_path, whole):
     described.unlink()
     with pytest.raises(CheckpointError, match=r"00002\.json does not exist; the checkpoint lacks the part of"):
         ShardReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda t: None, "lacks it"),
+        (lambda t: t[:1].clone(), r"has torch\.float32 \[1, 4\]"),
+        (lambda t: t.bfloat16(), r"has torch\.bfloat16 \[4, 4\]"),
+    ],
+)
+def test_a_file_that_is_not_what_its_description_says_is_refused_before_anything_is_filled(
+    tmp_path, whole, change, told
+):
+    write(tmp_path, whole, (2, 3, 1))
+    path = next(p for p in (files_of(tmp_path, rank)[0] for rank in range(3)) if "a/x@3,6" in load_file(p))
+    tensors = load_file(path)
+    changed = change(tensors.pop("a/x@3,6"))
+    save_file(tensors if changed is None else {**tensors, "a/x@3,6": changed}, path)
+    odd = target("a/x", whole["a/x"], data=torch.full((7, 10), torch.nan))
+    message = rf"{path} is damaged: a/x@3,6 is to be torch\.float32 \[4, 4\], and it {told}; use an earlier checkpoint"
+    with ShardReader(tmp_path) as reader:
+        for judge in (lambda: reader.check([odd]), lambda: reader.fill(odd)):
+            with pytest.raises(CheckpointError, match=message):
+                judge()
+        reader.check([target("b", whole["b"])])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +30,7 @@ from moerl.convert.places import find
 from moerl.errors import CheckpointError
 from moerl.models.carried import CARRIED_INDEX
 from moerl.models.family import PREDICTION, ROTARY
-from moerl.models.hf_folder import read_config
+from moerl.models.hf_folder import HFFolder, read_config
 
 EVERY_LAYOUT = ("sigmoid", "latent")
 """GLM-4.5 and DeepSeek-V3; the others have the rules of one of them."""
@@ -285,14 +288,78 @@ def test_an_index_of_another_model_is_refused(small, tmp_path):
         find(tmp_path / "shards").carried()
 
 
-def test_memory_and_disk_are_counted_for_them_too(small, tmp_path):
-    """Files are planned before anything is written, so that a disk that is too small for them is refused at once."""
-    place = find(small)
-    from moerl.convert.imports import carried_files
+def test_a_carried_tensor_that_the_index_does_not_list_is_refused(small, tmp_path):
+    import_checkpoint(find(small), tmp_path / "shards", Layout(), Options())
+    path = tmp_path / "shards" / CARRIED_INDEX
+    index = json.loads(path.read_text())
+    del index["weight_map"]["model.layers.4.eh_proj.weight"]
+    path.write_text(json.dumps(index))
+    told = r"carried_00000\.safetensors holds model\.layers\.4\.eh_proj\.weight, which carried\.safetensors\.index"
+    with pytest.raises(CheckpointError, match=told):
+        find(tmp_path / "shards").carried()
 
-    files = carried_files(place.carried(), 50_000)
-    held = sum(tensor.nbytes for name, tensor in read_files(small).items() if name.startswith(PREDICTED))
-    assert sum(file.num_bytes for file in files) == held > SPARE_BYTES / 1e6
+
+@pytest.mark.parametrize("metadata", [None, [], {}, {"storage": None}, {"storage": [1]}])
+def test_an_index_that_does_not_say_how_they_are_stored_is_refused(small, tmp_path, metadata):
+    import_checkpoint(find(small), tmp_path / "shards", Layout(), Options())
+    path = tmp_path / "shards" / CARRIED_INDEX
+    index = {**json.loads(path.read_text()), "metadata": metadata}
+    path.write_text(json.dumps(index))
+    with pytest.raises(
+        CheckpointError, match=rf"{path} has .* under metadata\.storage where .* convert the model again"
+    ):
+        find(tmp_path / "shards").carried()
+    del index["metadata"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"{path} has None under metadata\.storage"):
+        find(tmp_path / "shards").carried()
+
+
+def test_a_disk_that_is_too_small_for_them_is_refused_at_once(small, tmp_path, monkeypatch):
+    """Their files are planned with the others: room for the model alone is not enough, and nothing is written."""
+    place, out = find(small), tmp_path / "out"
+    tensors = read_files(small)
+    held = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(PREDICTED))
+    needed = sum(tensor.nbytes for tensor in tensors.values()) + SPARE_BYTES
+    assert 0 < held < needed - SPARE_BYTES
+    free = {}
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free["bytes"]))
+    runs = (
+        (lambda: import_checkpoint(place, out, Layout(), Options())),
+        (lambda: export_checkpoint(place, out, Options())),
+    )
+    for run in runs:
+        for free["bytes"] in (needed - held, needed - 1):
+            with pytest.raises(CheckpointError, match=rf"{out} needs {needed / 1e9:.2f} GB more, and its disk has"):
+                run()
+            assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+        free["bytes"] = needed
+        run()
+        shutil.rmtree(out)
+
+
+def test_memory_holds_two_of_them_at_most(small, tmp_path, monkeypatch):
+    """The one that is written, and the next one, which is read before the other is let go."""
+    alive: dict[int, int] = {}
+    seen: list[tuple[str, int]] = []
+    read = HFFolder.get
+
+    def counted(folder: HFFolder, name: str) -> Tensor:
+        tensor = read(folder, name)
+        if name.startswith(PREDICTED):
+            number = len(seen)
+            alive[number] = tensor.nbytes
+            weakref.finalize(tensor.untyped_storage(), alive.pop, number)
+            seen.append((name, sum(alive.values())))
+        return tensor
+
+    monkeypatch.setattr(HFFolder, "get", counted)
+    sizes = [tensor.nbytes for name, tensor in read_files(small).items() if name.startswith(PREDICTED)]
+    import_checkpoint(find(small), tmp_path / "shards", Layout(), Options())
+    export_checkpoint(find(tmp_path / "shards"), tmp_path / "back", Options())
+    assert len(seen) == 2 * len(sizes)
+    assert sum(sizes) > 10 * max(sizes)
+    assert max(held for _, held in seen) <= 2 * max(sizes)
 
 
 def test_an_export_of_a_run_takes_them_from_where_the_run_began(small, tmp_path, capsys):

@@ -86,6 +86,17 @@ def test_inspect_says_how_it_is_stored_and_what_is_read(small, capsys):
     assert not any("scale" in name for name in found["tensors"])
 
 
+def test_a_scale_that_the_index_does_not_list_is_told_by_its_shard(small):
+    """Not as a weight whose scale is missing: it is there."""
+    path = small / "model.safetensors.index.json"
+    weight_map = json.loads(path.read_text())["weight_map"]
+    del weight_map[f"{QUERY}_scale_inv"]
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    for read in (find(small).open, find(small).carried):
+        with pytest.raises(CheckpointError, match=rf"b\.safetensors holds {QUERY}_scale_inv, which .* does not list"):
+            read()
+
+
 def test_mxfp4_comes_out_as_the_plain_folder(tmp_path):
     """gpt-oss stores [e, out, in / 2]; its plain files hold [e, in, out]."""
     folder = save_bfloat16(tmp_path / "hf", "fused", hidden_size=64, intermediate_size=32, moe_intermediate_size=None)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import save_run
+from quantised_folders import read_files, save_fp8, write_files
 from safetensors.torch import load_file, save_file
 from tiny_models import KINDS, make_model, save_model
 
@@ -201,6 +202,23 @@ def test_the_command_exits_by_what_it_found(folder, shards, capsys):
     assert json.loads(capsys.readouterr().out)["differences"][0]["name"] == NAME
 
 
+@pytest.mark.parametrize("form", ["plain", "quantised"])
+def test_what_may_be_left_out_is_left_out_of_the_forward_too(form, tmp_path, capsys):
+    if form == "plain":
+        first = second = save_model(tmp_path / "hf", "softmax")
+        edit(first, lambda t: t.update({"model.extra.weight": torch.ones(3)}))
+    else:
+        first = save_fp8(tmp_path / "fp8", "softmax")[0]
+        write_files(first, {"a.safetensors": {**read_files(first), "model.extra.weight": torch.ones(3)}})
+        (first / "b.safetensors").unlink()
+        second = first
+    command = ["convert", "verify", str(first), str(second), "--tokens", "8"]
+    assert main(command) == 1
+    assert "unmapped tensors: model.extra.weight" in capsys.readouterr().err.replace("\n", " ")
+    assert main([*command, "--allow-unmapped", r"model\.extra\..*"]) == 0
+    assert "(transformers and megatron)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_damage_is_found_and_refused(shards, tmp_path, capsys):
     path = shards / "rank_00001.safetensors"
     data = bytearray(path.read_bytes())
@@ -236,6 +254,20 @@ def test_checkpoints_of_a_run_are_read_with_its_model(folder, shards, tmp_path, 
     with pytest.raises(CheckpointError, match="--settings"):
         find(run)
     assert not compare_weights(find(folder), find(run, settings=folder)).differences
+
+
+def test_settings_go_to_the_side_that_lost_its_own(folder, shards, tmp_path, capsys):
+    run = save_run(tmp_path / "run", shards, folder)
+    (run / "config.yaml").unlink()
+    for sides in ((folder, run), (run, folder), (run, run), (shards, run)):
+        command = ["convert", "verify", *map(str, sides), "--no-forward"]
+        assert main(command) == 1
+        assert "with --settings" in " ".join(capsys.readouterr().err.split())
+        assert main([*command, "--settings", str(folder)]) == 0
+        assert "equal, bit for bit" in capsys.readouterr().out
+    assert main(["convert", "verify", str(folder), str(shards), "--no-forward", "--settings", str(folder)]) == 2
+    told = capsys.readouterr().err.replace("\n", "").replace(" ", "")
+    assert f"{folder}and{shards}bothhavetheirownconfig.json,leaveitout" in told
 
 
 def test_what_is_no_model_is_told(tmp_path, folder):

@@ -78,6 +78,20 @@ def test_each_guard_refuses_its_case_and_no_other_guard_does(fields, name, use_t
     assert str(caught.value) == f"megatron settings: {message}"
 
 
+@pytest.mark.parametrize("softmax_type", ["learnable", "off-by-one"])
+def test_sinks_of_transformer_engine_are_refused_under_tensor_parallelism(fields, softmax_type):
+    """Any that it has; at tensor=1 it trains them right."""
+    from moerl.mcore.guards import GUARDS, refuse_silent_faults
+
+    message = next(guard.message for guard in GUARDS if guard.name == "sinks")
+    cut = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    with pytest.raises(ConfigError) as caught:
+        refuse_silent_faults(config_of(fields, softmax_type=softmax_type, **cut), use_te=True)
+    assert str(caught.value) == f"megatron settings: {message}"
+    refuse_silent_faults(config_of(fields, softmax_type=softmax_type), use_te=True)
+    refuse_silent_faults(config_of(fields, softmax_type="vanilla", **cut), use_te=True)
+
+
 def test_what_the_learner_asks_for_passes(fields):
     from moerl.mcore.guards import refuse_silent_faults
 

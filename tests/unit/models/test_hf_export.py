@@ -53,6 +53,49 @@ def test_single_file_and_what_is_copied(tmp_path, source):
     assert leftovers(tmp_path) == []
 
 
+def test_a_tokenizer_of_the_folders_own_code_comes_along(tmp_path, source):
+    """As Kimi-K2 has it: a vocabulary of tiktoken's, and modules of which `auto_map` names some."""
+    kimi = {
+        "tiktoken.model": b"IQ== 0\n",
+        "tokenization_kimi.py": b"from .tool_declaration_ts import encode\nraise SystemExit(7)\n",
+        "tool_declaration_ts.py": b"raise SystemExit(7)\n",
+        "tokenizer_config.json": b'{"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", null]}}',
+    }
+    for name, text in kimi.items():
+        (source / name).write_bytes(text)
+    (source / "inference").mkdir()
+    (source / "inference" / "generate.py").write_text("")
+    (source / "folder.py").mkdir()
+    write_hf_folder(tmp_path / "out", WEIGHTS.items(), source, record={})
+    found = content(tmp_path / "out")
+    assert kimi.items() <= found.items()
+    assert not {"inference", "folder.py", "README.md"} & found.keys()
+    manifest = json.loads((tmp_path / "out" / "moerl_manifest.json").read_text())
+    assert kimi.keys() <= manifest["files"].keys()
+
+
+def test_modules_are_files_of_the_folder_or_of_the_hubs_cache(tmp_path, source):
+    (tmp_path / "secret").write_text("a key")
+    (source / "real.py").write_text("1")
+    (source / "inside.py").symlink_to("real.py")
+    (source / "outside.py").symlink_to(tmp_path / "secret")
+    (source / "gone.py").symlink_to("nowhere.py")
+    (source / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["../secret.T", null]}}')
+    write_hf_folder(tmp_path / "out", WEIGHTS.items(), source)
+    modules = {name: text for name, text in content(tmp_path / "out").items() if name.endswith(".py")}
+    assert modules == {"real.py": b"1", "inside.py": b"1"}
+
+    repo = tmp_path / "models--a--b"
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "snapshots").mkdir()
+    snapshot = source.rename(repo / "snapshots" / "0123abc")
+    (repo / "blobs" / "77").write_text("cached")
+    (snapshot / "cached.py").symlink_to("../../blobs/77")
+    write_hf_folder(tmp_path / "again", WEIGHTS.items(), snapshot)
+    modules = {name: text for name, text in content(tmp_path / "again").items() if name.endswith(".py")}
+    assert modules == {"real.py": b"1", "inside.py": b"1", "cached.py": b"cached"}
+
+
 def test_shards_are_bounded_and_indexed(tmp_path, source):
     out = tmp_path / "out"
     write_hf_folder(out, WEIGHTS.items(), source, max_shard_bytes=250)

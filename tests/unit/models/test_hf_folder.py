@@ -106,3 +106,36 @@ def test_config_errors(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match=r"config\.json is not valid JSON"):
         read_config(tmp_path)
+
+
+def test_a_single_file_beside_shards_is_two_models(tmp_path):
+    """transformers takes the single file, whatever the index says."""
+    write_sharded(tmp_path)
+    save_file({"a": A + 1, "b": B}, tmp_path / SINGLE_FILE)
+    told = rf"{tmp_path} has two models: model\.safetensors, and the shards of model\.safetensors\.index\.json, which"
+    with pytest.raises(CheckpointError, match=rf"{told} .* Remove model\.safetensors, or model\.safetensors\.index"):
+        HFFolder(tmp_path)
+    (tmp_path / SINGLE_FILE).unlink()
+    assert torch.equal(HFFolder(tmp_path).get("a"), A)
+
+
+def test_an_index_may_list_the_single_file(tmp_path):
+    save_file({"a": A}, tmp_path / SINGLE_FILE)
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": SINGLE_FILE}}))
+    assert HFFolder(tmp_path).names() == {"a"}
+
+
+@pytest.mark.parametrize("place", [None, "one.safetensors"])
+def test_a_tensor_that_the_index_does_not_list(tmp_path, place):
+    """Not at all, or for another shard: transformers loads whatever a shard holds."""
+    write_sharded(tmp_path)
+    held = {"a": A, "c": A + 1} if place else {"a": A}
+    save_file(held, tmp_path / "one.safetensors")
+    save_file({"b": B, "c": A}, tmp_path / "two.safetensors")
+    if place:
+        index = json.loads((tmp_path / INDEX_FILE).read_text())
+        index["weight_map"]["c"] = place
+        (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    told = r"two\.safetensors holds c, which model\.safetensors\.index\.json does not list there; .* Download the index"
+    with pytest.raises(CheckpointError, match=told):
+        HFFolder(tmp_path)
