@@ -218,7 +218,8 @@ class ShardReader:
         touching = list(entry.touching(offset, size))
         if len(touching) == 1 and touching[0][2] == size:
             part, start, _ = touching[0]
-            return self._slice(part, [a - b for a, b in zip(start, part.offset, strict=True)], size)
+            inside = [a - b for a, b in zip(start, part.offset, strict=True)]
+            return self._file(part, entry.dtype).read_box(part.key, inside, size)
         target = torch.empty(size, dtype=entry.dtype)
         self.fill(Shard(name, entry.shape, offset, target))
         return target
