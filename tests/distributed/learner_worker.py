@@ -208,6 +208,20 @@ def for_transformers(
     return {name: tensor.detach().cpu().numpy() for name, tensor in found.items()}, rows_of
 
 
+def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """By name."""
+    np.savez(path, **arrays)  # pyright: ignore[reportArgumentType] names of arrays only
+
+
+def save_for_transformers(learner: Learner, batch: StepBatch, path: Path) -> dict[str, np.ndarray]:
+    """`for_transformers`; the logits go to a file, which the first rank of the last stage writes."""
+    parallel = learner.policy.parallel
+    found, rows_of = for_transformers(learner.policy, batch.minibatches[0])
+    if rows_of and parallel.tp.rank == parallel.cp.rank == parallel.dp.rank == 0:
+        save_arrays(path, rows_of)
+    return found
+
+
 def train(case: dict[str, Any], layout: dict[str, Any], out: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Gradients of the first minibatch, then three steps."""
     learner = Learner(case, layout)
@@ -221,12 +235,9 @@ def train(case: dict[str, Any], layout: dict[str, Any], out: Path, name: str) ->
             arrays |= {f"grad/{name}": value.float().cpu().numpy() for name, value in grads.items()}
             is_first = parallel.tp.rank == parallel.cp.rank == parallel.pp.rank == 0
             if is_first and learner.policy.num_experts:
-                np.savez(out / f"{name}.routes.{parallel.dp.rank}.npz", **routes_of(batch))
+                save_arrays(out / f"{name}.routes.{parallel.dp.rank}.npz", routes_of(batch))
             if case.get("for_transformers"):
-                found, rows_of = for_transformers(learner.policy, batch.minibatches[0])
-                arrays |= found
-                if rows_of and parallel.tp.rank == parallel.cp.rank == parallel.dp.rank == 0:
-                    np.savez(out / f"{name}.logits.npz", **rows_of)
+                arrays |= save_for_transformers(learner, batch, out / f"{name}.logits.npz")
         metrics |= learner.learner.update(batch, learner.objective)
         record["metrics"].append(to_floats(metrics))
     if learner.critic is not None:  # its head has moved by now, so that its backbone has a gradient
@@ -245,7 +256,7 @@ def main() -> None:
             name = f"{layout['name']}.{case['name']}"
             record, arrays = train(case, layout["sizes"], out, name)
             if record["rank"] == 0:
-                np.savez(out / f"{name}.npz", **arrays)  # pyright: ignore[reportArgumentType] names of arrays only
+                save_arrays(out / f"{name}.npz", arrays)
                 (out / f"{name}.json").write_text(json.dumps(record))
                 print(name, flush=True)
         release_parallel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,10 +21,8 @@ def logprobs_and_logits(policy: MegatronPolicy, micro: MicroBatch) -> tuple[Tens
     """
     heads = [model for model in map(unwrap, policy._runner._chunks) if model.post_process]
     kept: list[Tensor] = []
-    handles = [
-        head.decoder.final_layernorm.register_forward_hook(lambda _module, _inputs, hidden: kept.append(hidden))
-        for head in heads
-    ]
+    norms: list[Any] = [head.decoder.final_layernorm for head in heads]
+    handles = [norm.register_forward_hook(lambda _module, _inputs, hidden: kept.append(hidden)) for norm in norms]
     try:
         logprobs = policy.logprobs(micro)
     finally:
