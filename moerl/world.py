@@ -55,7 +55,8 @@ def launched_world(environment: Mapping[str, str] = os.environ) -> World:
         )
     said = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     launch = " ".join(environment[name] for name in said if name in environment)
-    return World(*(int(environment[name]) for name in names), launch)
+    rank, size, local_rank, local_size = (int(environment[name]) for name in names)
+    return World(rank, size, local_rank, local_size, launch)
 
 
 def let_the_first_speak(world: World) -> None:

@@ -116,8 +116,9 @@ class _ShardWriter:
             raise CheckpointError(f"tensor {name!r} came twice; a name must be unique in a folder")
         self._seen.add(name)
         castable = tensor.dtype in _CASTABLE
-        is_cast = self._dtype is not None and castable and name not in self._kept_names
-        target = self._dtype if is_cast else tensor.dtype
+        target = tensor.dtype
+        if self._dtype is not None and castable and name not in self._kept_names:
+            target = self._dtype
         tensor = tensor.detach().to("cpu", target, copy=True).contiguous()
         if castable and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())

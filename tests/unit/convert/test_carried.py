@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conversions import LAYOUTS, convert, save_run
+from conversions import LAYOUTS, convert
 from prediction_layers import FIELDS, save_fp8_with_prediction, save_with_prediction
 from quantised_folders import BLOCK, SETTINGS, edit_config, is_linear, plain_of, read_files, write_files
 from safetensors.torch import load_file, save_file
@@ -360,56 +360,3 @@ def test_memory_holds_two_of_them_at_most(small, tmp_path, monkeypatch):
     assert len(seen) == 2 * len(sizes)
     assert sum(sizes) > 10 * max(sizes)
     assert max(held for _, held in seen) <= 2 * max(sizes)
-
-
-def test_an_export_of_a_run_takes_them_from_where_the_run_began(small, tmp_path, capsys):
-    import_checkpoint(find(small), tmp_path / "shards", Layout(), Options())
-    for number, model in enumerate((small, tmp_path / "shards")):
-        run, out = save_run(tmp_path / f"run{number}", tmp_path / "shards", model), tmp_path / f"back{number}"
-        assert main(["convert", "export", str(run), str(out)]) == 0
-        told = " ".join(capsys.readouterr().out.split())
-        assert told.count("older than the weights beside them") == 1
-        assert f"are those of {model}" in told
-        same(read_files(out), read_files(small))
-        manifest = json.loads((out / "moerl_manifest.json").read_text())
-        assert manifest["carried_is_older"]
-        assert manifest["carried_from"] == str(model)
-        assert inspect_model(find(run))["carried"]["is_older"]
-    path = tmp_path / "shards" / "carried_00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
-    assert main(["convert", "export", str(tmp_path / "run1"), str(tmp_path / "again")]) == 1
-    assert "carried_00000.safetensors does not match its SHA-256" in " ".join(capsys.readouterr().err.split())
-
-
-def test_an_export_of_a_run_whose_folder_has_none_says_so(small, tmp_path, capsys):
-    """`--settings` may be a folder with a configuration and a tokenizer alone."""
-    import_checkpoint(find(small), tmp_path / "shards", Layout(), Options())
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "config.json").write_bytes((small / "config.json").read_bytes())
-    run = save_run(tmp_path / "run", tmp_path / "shards", tmp_path / "gone")
-    assert main(["convert", "export", str(run), str(tmp_path / "back"), "--settings", str(bare)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert f"config.json speaks of multi-token prediction, and {bare} has no tensors of it" in told
-    original = read_files(small)
-    same(read_files(tmp_path / "back"), {name: t for name, t in original.items() if name[:14] not in PREDICTED})
-    assert main(["convert", "export", str(run), str(tmp_path / "with"), "--settings", str(small)]) == 0
-    same(read_files(tmp_path / "with"), original)
-
-
-def test_a_run_that_began_from_fp8_gives_back_its_codes_and_scales(tmp_path):
-    """Its weights are what training made of them; what nothing trained is what the folder had."""
-    folder, plain = save_fp8_with_prediction(tmp_path / "fp8", "latent")
-    stored = read_files(folder)
-    import_checkpoint(find(folder), tmp_path / "shards", Layout(), Options())
-    run = save_run(tmp_path / "run", tmp_path / "shards", folder)
-    export_checkpoint(find(run), tmp_path / "back", FP8)
-    same(read_files(tmp_path / "back"), stored)
-    export_checkpoint(find(run), tmp_path / "plain", Options(dtype=torch.bfloat16))
-    found = read_files(tmp_path / "plain")
-    assert found.keys() == plain.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())
-    config = read_config(tmp_path / "plain")
-    assert "quantization_config" not in config
