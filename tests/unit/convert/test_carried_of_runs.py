@@ -20,6 +20,9 @@ from moerl.convert.layouts import Layout
 from moerl.convert.places import find
 from moerl.models.hf_folder import read_config
 
+PREDICTED = ("model.layers.4", "model.layers.5")
+FP8 = Options(dtype=torch.bfloat16, fp8_blocks=True)
+
 
 @pytest.fixture
 def small(tmp_path) -> Path:
