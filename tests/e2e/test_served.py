@@ -20,6 +20,13 @@ def counts(rows: list[dict[str, Any]], name: str) -> list[float]:
     return [row[f"engine/{name}"] for row in rows]
 
 
+def wait_for_weights(server: FakeServer, label: str) -> None:
+    """Until the engine has found it again, which it looks for every so often, at most every 15 s."""
+    end = time.monotonic() + 60
+    while server.state()["label"] != label and time.monotonic() < end:
+        time.sleep(0.05)
+
+
 def test_a_step_says_what_its_requests_and_servers_went_through(tmp_path: Path) -> None:
     with FakeServer(SERVED) as server:
 
@@ -53,9 +60,7 @@ def test_a_server_that_dies_in_a_step_costs_nothing_but_time_and_comes_back(tmp_
                 second.set_faults({"kind": "restart", "after": 3, "seconds": 1e9})
             elif step == 4:
                 second.restart()
-                end = time.monotonic() + 60  # the engine looks for it every so often, at most every 15 s
-                while second.state()["label"] != "3" and time.monotonic() < end:
-                    time.sleep(0.05)
+                wait_for_weights(second, "3")
 
         urls = [first.url, second.url]
         more = ("run.num_steps=5", "algorithm.routing=R3")
@@ -81,6 +86,8 @@ def test_a_server_that_dies_in_a_weight_update_serves_no_mixture(tmp_path: Path,
             elif step == 2:  # in the middle of the update after this step
                 after = 0 if transport == "disk" else 2
                 second.set_faults({"kind": "restart", "endpoint": endpoint, "after": after, "seconds": 0.3})
+            elif step == 4:
+                wait_for_weights(second, "3")
 
         more = (
             f"weight_sync.transport={{name: {transport}, check_every: 0}}",  # a fake server reads no weights
