@@ -19,6 +19,8 @@ def of(folder):
         model=SimpleNamespace(path=str(folder), family="auto"),
         run=SimpleNamespace(name="x", output_dir=str(folder)),
         algorithm=SimpleNamespace(routing="R3"),
+        data=SimpleNamespace(max_prompt_tokens=40),
+        rollout=SimpleNamespace(max_new_tokens=24),
     )
     return served_model(cfg)
 
@@ -29,6 +31,7 @@ def test_layers_experts_and_vocabulary_are_those_of_config_json(name, tmp_path):
     hf, served = read_config(folder), of(folder)
     assert served.vocab_size == hf["vocab_size"]
     assert served.wants_routes
+    assert served.longest_tokens == 64
     if hf["model_type"] in KNOWN_TO_THE_SAMPLER:
         model = ReferenceConfig.from_folder(folder)
         if not model.moe_layers:

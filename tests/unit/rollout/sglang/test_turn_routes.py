@@ -86,6 +86,7 @@ def test_the_last_token_of_a_turn_is_routed_by_the_weights_of_the_next():
                 episode = an_episode()
                 await turn(episode, engine, params)
                 server.call(lambda app: app.state.note_update(b"", "1"))
+                engine.policy_version = 1
                 server.call(lambda app: app.state.cache.clear())
                 episode.add_context(TOOL)
                 await turn(episode, engine, params)
