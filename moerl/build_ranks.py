@@ -50,6 +50,7 @@ class Side:
     draw_probe: Callable[[], list[Sample]]
     """Answers at the weights that were published last."""
     publish: Callable[[], Metrics]
+    lend_memory: Callable[[], None] = lambda: None
 
 
 def leading_side(
@@ -87,12 +88,23 @@ def leading_side(
 
     send = stack.enter_context(_publishing(cfg, side, policy))
 
+    is_lent = [False]
+
+    def lend_memory() -> None:
+        for engine in side.engines:
+            side.collector.run(engine.set_memory(released=True))
+        is_lent[0] = True
+
     def publish() -> Metrics:
+        if is_lent[0]:  # that of the weights; the cache's comes once the weights are there
+            for engine in side.engines:
+                side.collector.run(engine.set_memory(released=False))
+            is_lent[0] = False
         metrics = send()
         buffered.published(policy.version)
         return metrics
 
-    return Side(buffered.rollouts, give_credit, evaluator, draw_probe, publish)
+    return Side(buffered.rollouts, give_credit, evaluator, draw_probe, publish, lend_memory)
 
 
 def following_side(policy: MegatronPolicy) -> Side:

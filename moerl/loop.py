@@ -82,6 +82,8 @@ class Rooms:
     """What else a checkpoint holds: the memory of credit rules and of adaptive coefficients."""
     team: Team = field(default_factory=Alone)
     """The processes that walk the loop together."""
+    lend_memory: Callable[[], None] = lambda: None
+    """Where engines share the learner's devices: they give their memory to it, until `publish` takes it back."""
     export: Callable[[int], None] = lambda step: None
     """Write the weights after a step as a Hugging Face folder."""
 
@@ -127,6 +129,7 @@ def _train_step(rooms: Rooms, step: int) -> Metrics:
     if not any(sample.loss_mask.any() for sample in live):
         logger.warning("step %d: no token to train on (every group was filtered or masked); the weights stay", step)
         return merge_into(metrics, {"optim/skipped_steps": Sum(1.0)})
+    rooms.lend_memory()
     with records.phase("pack"):
         batch = rooms.pack(live, step)
     with records.phase("score"):
