@@ -31,6 +31,7 @@ from moerl.build_credit import (
 from moerl.build_ranks import build_records, following_side, leading_side
 from moerl.build_rollout import Data, build_rollout_side, engine_precision, load_data, reward_weights
 from moerl.checkpoint import Checkpoint, CheckpointStore
+from moerl.config.rollout_rules import releases_memory
 from moerl.config.schema import RunConfig
 from moerl.contract import StepZeroContract
 from moerl.data.batch import build_step_batch
@@ -221,8 +222,19 @@ def _rooms(
         states={**memory, "coefficients": token_credit} if token_credit.is_adaptive else memory,
         team=team,
         measure_engines=around.measure_engines,
+        lend_memory=_lending(team, around.lend_memory) if releases_memory(cfg) else lambda: None,
         export=lambda step: export_weights(cfg, export_folder(folder, step), policy, is_leader=team.is_leader),
     ), folder
+
+
+def _lending(team: Team, lend: Callable[[], None]) -> Callable[[], None]:
+    """No rank begins to learn before the leader's engines have let go."""
+
+    def lend_memory() -> None:
+        lend()
+        team.meet()
+
+    return lend_memory
 
 
 Advantages = Callable[[CreditInputs], tuple[Tensor, Metrics]]

@@ -51,6 +51,7 @@ class Side:
     """Answers at the weights that were published last."""
     publish: Callable[[], Metrics]
     measure_engines: Callable[[], Metrics] = dict
+    lend_memory: Callable[[], None] = lambda: None
 
 
 def leading_side(
@@ -88,7 +89,18 @@ def leading_side(
 
     send = stack.enter_context(_publishing(cfg, side, policy))
 
+    is_lent = [False]
+
+    def lend_memory() -> None:
+        for engine in side.engines:
+            side.collector.run(engine.set_memory(released=True))
+        is_lent[0] = True
+
     def publish() -> Metrics:
+        if is_lent[0]:  # that of the weights; the cache's comes once the weights are there
+            for engine in side.engines:
+                side.collector.run(engine.set_memory(released=False))
+            is_lent[0] = False
         metrics = send()
         buffered.published(policy.version)
         return metrics
@@ -100,7 +112,7 @@ def leading_side(
                 merge_into(found, engine.take_metrics())
         return found
 
-    return Side(buffered.rollouts, give_credit, evaluator, draw_probe, publish, measure_engines)
+    return Side(buffered.rollouts, give_credit, evaluator, draw_probe, publish, measure_engines, lend_memory)
 
 
 def following_side(policy: MegatronPolicy) -> Side:

@@ -84,6 +84,8 @@ class Rooms:
     """The processes that walk the loop together."""
     measure_engines: Callable[[], Metrics] = dict
     """What engines count of their requests and servers, since the last call."""
+    lend_memory: Callable[[], None] = lambda: None
+    """Where engines share the learner's devices: they give their memory to it, until `publish` takes it back."""
     export: Callable[[int], None] = lambda step: None
     """Write the weights after a step as a Hugging Face folder."""
 
@@ -129,6 +131,7 @@ def _train_step(rooms: Rooms, step: int) -> Metrics:
     if not any(sample.loss_mask.any() for sample in live):
         logger.warning("step %d: no token to train on (every group was filtered or masked); the weights stay", step)
         return merge_into(metrics, {"optim/skipped_steps": Sum(1.0)})
+    rooms.lend_memory()
     with records.phase("pack"):
         batch = rooms.pack(live, step)
     with records.phase("score"):

@@ -40,4 +40,29 @@ def on_policy(cfg: RunConfig) -> Iterator[str]:
         )
 
 
-RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (ahead, on_policy)
+def releases_memory(cfg: RunConfig) -> bool:
+    """Whether the engine's servers share the learner's devices, and give their memory to it while it trains."""
+    engine = cfg.rollout.engine
+    if engine.get("name") != "sglang":
+        return False
+    return bool(engine.get("release_memory") or (engine.get("servers") or {}).get("memory_saver"))
+
+
+def colocated(cfg: RunConfig) -> Iterator[str]:
+    """What needs the engine while the learner trains, or leaves it without the weights that bring it back."""
+    if not releases_memory(cfg):
+        return
+    seen = "rollout.engine gives its memory to the learner while that trains (servers.memory_saver or release_memory)"
+    if cfg.rollout.max_staleness > 0:
+        yield (
+            f"{seen}, but with rollout.max_staleness={cfg.rollout.max_staleness} it generates meanwhile: set "
+            "rollout.max_staleness to 0, or have the servers keep their memory"
+        )
+    if cfg.algorithm.critic.pretrain_steps > 0:
+        yield (
+            f"{seen}, and has weights again with the next update, but the steps of algorithm.critic.pretrain_steps="
+            f"{cfg.algorithm.critic.pretrain_steps} update no policy: set it to 0, or have the servers keep their memory"
+        )
+
+
+RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (ahead, on_policy, colocated)

@@ -64,6 +64,9 @@ class SglangEngineConfig:
     """Continue what a server aborted, with its tokens and the budget that is left; otherwise the environment may."""
     control_timeout_seconds: float = 120.0
     update_timeout_seconds: float = 600.0
+    release_memory: bool = False
+    """Attached servers on the learner's devices give it the memory of weights and cache while it trains; they must have
+    been started with --enable-memory-saver. Launched ones do so where `servers` has `memory_saver`."""
     health_seconds: float = 30.0
     """Between two health checks of a server."""
     no_server_seconds: float = 600.0
@@ -321,8 +324,8 @@ class SglangEngine:
         A label that is a number may be another run's version, so it is replaced by one that is none.
 
         Raises:
-            RolloutError: a server does not answer, has too little room, or was started without the routes that are
-                needed.
+            RolloutError: a server does not answer, has too little room, or was started without the routes or the
+                memory saver that are needed.
         """
         labels: dict[str, int] = {}
         infos = []
@@ -335,6 +338,11 @@ class SglangEngine:
                 raise RolloutError(
                     f"{client.url} was started without --enable-return-routed-experts, but routes are needed (R3); "
                     "start it with that flag, or choose another algorithm.routing"
+                )
+            if self._cfg.release_memory and info.values.get("enable_memory_saver") is not True:
+                raise RolloutError(
+                    f"{client.url} was started without --enable-memory-saver, so rollout.engine.release_memory would "
+                    "free nothing; start it with that flag, or set release_memory to false"
                 )
             longest = self._model.longest_tokens
             if info.context_length is not None and info.context_length < longest:

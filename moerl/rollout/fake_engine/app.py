@@ -259,6 +259,9 @@ class FakeApp:
         return _json({"success": True, "message": words, "new_version": body["new_version"]})
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
+        if any(one.is_admitted and not one.is_done for one in self.state.running.values()):
+            self.crash(0.0)  # the real one's scheduler asserts that it is idle, and dies
+            return _cut(request)
         self.state.released |= set((await _body(request)).get("tags") or ("kv_cache", "weights", "cuda_graph"))
         return web.Response(body=b"null", content_type="application/json")
 
@@ -295,7 +298,7 @@ class FakeApp:
             "model_path": "fake",
         }
         info |= {"enable_return_routed_experts": cfg.returns_routes, "weight_version": cfg.weight_version}
-        info["context_length"] = cfg.context_length
+        info |= {"context_length": cfg.context_length, "enable_memory_saver": cfg.memory_saver}
         return _json({**info, "max_running_requests": cfg.max_running_requests, "internal_states": [], "fake": True})
 
     # steering

@@ -28,6 +28,8 @@ class FakeEngineConfig:
     experts_per_token: int = 2
     returns_routes: bool = True
     """As `--enable-return-routed-experts`; without it nothing is returned, and no error."""
+    memory_saver: bool = False
+    """As `--enable-memory-saver`; without it memory is released in name alone."""
     context_length: int = 1 << 20
     eos_token_id: int = 1
     data_size: int = 1

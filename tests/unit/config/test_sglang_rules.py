@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from moerl.config.rollout_rules import colocated
 from moerl.config.rules import sglang
 from moerl.config.schema import RunConfig
 
@@ -16,6 +17,26 @@ def faults(engine: dict, *, routing: str = "none", top_k: int = 0) -> list[str]:
     cfg = RunConfig()
     algorithm = replace(cfg.algorithm, routing=routing)
     return list(sglang(replace(cfg, rollout=replace(cfg.rollout, engine=engine, top_k=top_k), algorithm=algorithm)))
+
+
+def colocated_faults(engine: dict, *, max_staleness: int = 0, pretrain_steps: int = 0) -> list[str]:
+    cfg = RunConfig()
+    critic = replace(cfg.algorithm.critic, pretrain_steps=pretrain_steps)
+    rollout = replace(cfg.rollout, engine=engine, max_staleness=max_staleness)
+    return list(colocated(replace(cfg, rollout=rollout, algorithm=replace(cfg.algorithm, critic=critic))))
+
+
+SAVERS = [{**URLS, "release_memory": True}, {"name": "sglang", "servers": {"memory_saver": True}}]
+
+
+@pytest.mark.parametrize("engine", SAVERS)
+def test_memory_is_lent_where_nothing_needs_the_engine_meanwhile(engine):
+    assert colocated_faults(engine) == []
+    assert colocated_faults(URLS, max_staleness=1, pretrain_steps=5) == []
+    (ahead,) = colocated_faults(engine, max_staleness=1)
+    assert "with rollout.max_staleness=1 it generates meanwhile: set rollout.max_staleness to 0" in ahead
+    (held,) = colocated_faults(engine, pretrain_steps=5)
+    assert "algorithm.critic.pretrain_steps=5 update no policy: set it to 0" in held
 
 
 def test_good_ones_pass():

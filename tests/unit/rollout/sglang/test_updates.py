@@ -239,6 +239,15 @@ def test_no_more_is_asked_for_than_the_smallest_server_has_room_for(tmp_path):
             asyncio.run(full)
 
 
+def test_a_server_that_could_release_nothing_is_refused(tmp_path):
+    with (
+        FakeServer() as server,
+        engine_over(tmp_path, server, release_memory=True) as engine,
+        pytest.raises(RolloutError, match="without --enable-memory-saver, so rollout.engine.release_memory would free"),
+    ):
+        asyncio.run(answer(engine))
+
+
 def test_an_engine_needs_urls_or_servers(tmp_path):
     model = ServedModel(tmp_path, tmp_path, 320, LAYOUT, wants_routes=True)
     with pytest.raises(ConfigError, match=r"needs either urls, of servers that run, .* it has neither"):

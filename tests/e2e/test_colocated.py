@@ -1,0 +1,68 @@
+"""A run whose servers share the learner's devices: in which order their memory is lent and taken back."""
+
+from __future__ import annotations
+
+import json
+
+from moerl.build import build_run
+from moerl.configure import load
+from moerl.loop import train
+from moerl.rollout.fake_engine.serving import FakeServer
+from moerl.rollout.fake_engine.settings import FakeEngineConfig
+
+POLICY = {"vocab_size": 38, "num_layers": 2, "num_experts": 16, "lengths": "uniform:12,40", "weight_version": "0"}
+"""The shape of `configs/demo/policy`; a fake server's answers are random letters, some with a digit by chance."""
+
+OVERRIDES = (
+    "run.num_steps=2",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_new_tokens=24",
+    "batch.num_minibatches=1",
+    "reward.rewards=[{name: regex_match, pattern: '(-?[0-9])'}]",
+    "weight_sync.transport=disk",
+    "evaluation.sets=[]",
+    "evaluation.interval_steps=0",
+    "checkpoint.interval_steps=0",
+    "checkpoint.export_hf=false",
+    "telemetry.report=false",
+    "telemetry.progress=off",
+    "telemetry.probe_prompts=0",
+)
+
+STEP = [
+    "/pause_generation",
+    "/release_memory_occupation",
+    "learns",
+    "/resume_memory_occupation",
+    "/pause_generation",
+    "/update_weights_from_disk",
+    "/resume_memory_occupation",
+    "/flush_cache",
+    "/continue_generation",
+]
+
+
+def test_memory_is_lent_after_the_rollout_and_taken_back_weights_first(tmp_path):
+    with FakeServer(FakeEngineConfig(memory_saver=True, **POLICY)) as server:
+        engine = json.dumps({"name": "sglang", "urls": [server.url], "release_memory": True})
+        place = [f"rollout.engine={engine}", f"run.output_dir={tmp_path}", "run.name=run"]
+        run = build_run(load("configs/demo/gspo.yaml", [*OVERRIDES, *place]))
+        assert run is not None
+        update = run.rooms.policy.update
+
+        def learns(batch, objective):
+            assert server.state()["released"] == ["kv_cache", "weights"]
+            assert server.state()["running"] == []
+            server.call(lambda app: app.state.calls.append("learns"))
+            return update(batch, objective)
+
+        run.rooms.policy.update = learns
+        try:
+            train(run.rooms, run.schedule, run.resume_from)
+        finally:
+            run.close()
+        calls = [call for call in server.state()["calls"] if call not in ("/health", "/weights_checker")]
+        assert calls[calls.index(STEP[1]) - 1 :] == STEP * 2
+        assert server.state()["released"] == []
+        assert server.state()["label"] == "2"
