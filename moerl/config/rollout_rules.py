@@ -61,7 +61,8 @@ def colocated(cfg: RunConfig) -> Iterator[str]:
     if cfg.algorithm.critic.pretrain_steps > 0:
         yield (
             f"{seen}, and has weights again with the next update, but the steps of algorithm.critic.pretrain_steps="
-            f"{cfg.algorithm.critic.pretrain_steps} update no policy: set it to 0, or have the servers keep their memory"
+            f"{cfg.algorithm.critic.pretrain_steps} update no policy: set it to 0, or have the servers keep their "
+            "memory"
         )
 
 

@@ -78,11 +78,11 @@ def read_top(meta: Mapping[str, Any], count: int, wanted: int, bad: Bad) -> TopL
 
 
 def _top_entry(entry: Any, rank: int, place: int, bad: Bad) -> tuple[float, int]:
-    value, token = entry[:2] if isinstance(entry, list) and len(entry) >= 2 else (None, None)
-    is_number = type(value) in (float, int) and not math.isnan(value)
-    if not is_number or type(token) is not int or not 0 <= token < _MAX_ID:
+    value, token = entry[:2] if isinstance(entry, list) and len(entry) >= 2 else (math.nan, -1)
+    number = float(value) if type(value) in (float, int) else math.nan
+    if math.isnan(number) or type(token) is not int or not 0 <= token < _MAX_ID:
         bad(f"top logprob {rank} of token {place} is {shown(repr(entry))}, but must be [logprob, token id, ...]")
-    return float(value), token
+    return number, token
 
 
 def _version(label: Any, labels: Mapping[str, int], bad: Bad) -> int:
@@ -90,7 +90,6 @@ def _version(label: Any, labels: Mapping[str, int], bad: Bad) -> int:
     if text in labels:
         return labels[text]
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
-        bad(
-            f"weight version {shown(text)!r} is none that was published from here; start the server anew, or publish first"
-        )
+        came = f"weight version {shown(text)!r} is none that was published from here"
+        bad(f"{came}; start the server anew, or publish first")
     return int(text)

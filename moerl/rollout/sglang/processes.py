@@ -102,8 +102,8 @@ class ServerProcess:
             opened = self.log_path.open("ab")
         except OSError as error:
             raise RolloutError(
-                f"cannot open the server's log, {self.log_path} ({error.strerror}); make room, or set run.output_dir to "
-                "a folder that can be written"
+                f"cannot open the server's log, {self.log_path} ({error.strerror}); make room, or set run.output_dir "
+                "to a folder that can be written"
             ) from error
         with opened as log:
             try:

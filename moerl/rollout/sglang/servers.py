@@ -68,7 +68,7 @@ def has_nvidia() -> bool:
 
 
 class SglangServers:
-    """The servers that one run starts on this node. Calls may come from any thread, one at a time; `close` at any time."""
+    """The servers that one run starts on this node. Any thread may call, one at a time; `close` at any time."""
 
     def __init__(
         self,

@@ -89,20 +89,19 @@ class Watch:
         self._silent[member] = 0
         try:
             is_current = not member.must_replay and await self._has_weights(client)
-            if not is_current and not await self._get_weights(client):
-                if pool.shut_by:
-                    return False
-                logger.error(
-                    "%s is healthy but has other weights than version %d, and there is nothing to send them from; it "
-                    "stays out until the next update",
-                    member.name,
-                    self._dispatcher.policy_version,
-                )
-                return False
+            is_current = is_current or await self._get_weights(client)
         except MoerlError as error:
             logger.info("%s is still out (%s)", member.name, error)
             return False
         if pool.shut_by or member.num_ejections != ejections:  # an update came meanwhile: what it has may be old by now
+            return False
+        if not is_current:
+            logger.error(
+                "%s is healthy but has other weights than version %d, and there is nothing to send them from; it stays "
+                "out until the next update",
+                member.name,
+                self._dispatcher.policy_version,
+            )
             return False
         pool.readmit(member)
         return True

@@ -212,7 +212,7 @@ def test_a_server_without_routes_is_refused_where_they_are_needed(tmp_path):
     with FakeServer(FakeEngineConfig(returns_routes=False)) as server:
         with (
             engine_over(tmp_path, server) as engine,
-            pytest.raises(RolloutError, match="without --enable-return-routed"),
+            pytest.raises(RolloutError, match=r"without --enable-return-routed"),
         ):
             asyncio.run(answer(engine))
         with engine_over(tmp_path, server, wants_routes=False) as engine:
