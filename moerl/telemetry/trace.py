@@ -56,7 +56,9 @@ class Trace:
     def group(self, name: str, start: float, end: float, said: Mapping[str, Any]) -> None:
         """A group of episodes; those that overlap are put on lanes of their own."""
         with self._lock:
-            lane = next((i for i, free in enumerate(self._lanes) if free <= start), len(self._lanes))
+            fitting = (i for i, free in enumerate(self._lanes) if free <= start)
+            # the one that was busy last: by ends in ascending order that takes as few lanes as groups overlap at once
+            lane = max(fitting, key=self._lanes.__getitem__, default=len(self._lanes))
             if lane == len(self._lanes):
                 self._lanes.append(end)
             self._lanes[lane] = end

@@ -111,7 +111,7 @@ class Publisher:
                 )
                 raise WeightSyncError(
                     f"the update to version {version} failed at {stage} ({first!r} to {last!r}): {error}; "
-                    "the engines go on with the weights they have, publish again"
+                    "publish again (engines of which this says nothing go on with the weights they have)"
                 ) from error
             num_bytes += sum(tensor.nbytes for _, tensor in bucket.tensors)
         return num_bytes

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from moerl.errors import ConfigError
 from moerl.rollout.fake_engine.fault_rules import FaultRule, read_rules, spoiled
+from moerl.rollout.fake_engine.open_calls import OpenCalls
 from moerl.rollout.fake_engine.request_rules import refusal
 from moerl.rollout.fake_engine.server_state import ServerState
 
@@ -40,10 +41,11 @@ class FakeApp:
     def __init__(self, state: ServerState) -> None:
         self.state = state
         self._away_until = 0.0
+        self._open = OpenCalls()
 
     def build(self) -> web.Application:
         """The aiohttp application."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._open.watch, self._guard])
         posts: dict[str, Handler] = {
             "/generate": self._generate,
             "/abort_request": self._abort,
@@ -122,6 +124,7 @@ class FakeApp:
 
     def crash(self, seconds: float) -> None:
         self._away_until = time.monotonic() + seconds
+        self._open.cut()  # before anything of the new process can answer them
         self.state.restart()
 
     # generation
@@ -136,9 +139,9 @@ class FakeApp:
                     body.get("sampling_params", {}).pop(key, None)
         if (words := refusal(body, state)) is not None:
             return _json({"error": {"message": words}}, 400)
+        restarts = state.num_restarts
         while state.paused:
             await state.resumed.wait()
-        restarts = state.num_restarts
         running = state.open(body["rid"], body["input_ids"], body)
         try:
             while not running.is_done:

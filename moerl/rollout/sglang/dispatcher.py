@@ -14,7 +14,7 @@ import logging
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -353,8 +353,3 @@ class Dispatcher:
             await member.client.abort(rid)
         except ServerError as error:
             logger.info("%s did not take the abort of %s (%s)", member.name, rid, error)
-
-
-def with_labels(expected: Expected, labels: dict[str, int]) -> Expected:
-    """`expected`, and what the servers call the weights that they started with."""
-    return replace(expected, labels={**expected.labels, **labels})

@@ -130,10 +130,6 @@ class ServerProcess:
         """Exit status of a server that has ended with all its processes, None while it runs or was never started."""
         return None if self._keeper is None else self._keeper.poll()
 
-    def is_running(self) -> bool:
-        """Whether it was started and has not ended."""
-        return self._keeper is not None and self._keeper.poll() is None
-
     def ask_to_stop(self) -> None:
         """Have it end; returns at once."""
         if self._keeper is not None and self._keeper.stdin is not None:

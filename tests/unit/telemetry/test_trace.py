@@ -49,7 +49,8 @@ def test_groups_on_one_lane_do_not_overlap_and_lanes_are_as_few_as_overlap_at_on
         mine = sorted((event["ts"], event["ts"] + event["dur"]) for event in found if event["tid"] == lane)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(mine))
     assert len(found) == len(spans)
-    assert len(lanes) <= len(spans)
+    at_once = max(sum(start <= moment < end for start, end in ended) for moment in range(40))
+    assert lanes == set(range(at_once))
 
 
 def test_a_run_that_goes_on_adds_to_its_file(tmp_path):

@@ -120,11 +120,14 @@ def test_one_server_that_fails_serves_nothing_until_a_whole_update(kind, endpoin
         asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["/pause_generation", "/begin_weight_update", "/flush_cache", "/continue_generation"]
-)
+AROUND = [
+    *((kind, f"/{one}") for kind in ("disk", "tensor") for one in ("pause_generation", "flush_cache", "continue_generation")),
+    ("tensor", "/begin_weight_update"),
+]
+
+
+@pytest.mark.parametrize(("kind", "endpoint"), AROUND)
 @pytest.mark.parametrize("fault", ["status", "drop", "restart"])
-@pytest.mark.parametrize("kind", ["disk", "tensor"])
 def test_whatever_fails_around_the_buckets_no_old_or_mixed_weights_are_served_as_new(kind, endpoint, fault, place):
     with FakeServer() as server, FakeServer() as other:
 
@@ -133,6 +136,7 @@ def test_whatever_fails_around_the_buckets_no_old_or_mixed_weights_are_served_as
                 server.set_faults({"kind": fault, "endpoint": endpoint, "seconds": 0.0, "times": 1})
                 with contextlib.suppress(WeightSyncError):
                     await publish(updates, 1)
+                assert server.call(lambda app: [rule.hits for rule in app.state.rules]) == [1], "the fault struck"
                 for i in range(8):
                     got = await asyncio.wait_for(asked(dispatcher, f"p{i}#0"), 20)
                     assert got.version_spans == ((0, 3, dispatcher.policy_version),)
