@@ -6,10 +6,10 @@ An engine is one class under `rollout/engines/` that keeps `moerl.protocols.Roll
     class MyEngine:
         def __init__(self, cfg: MineConfig, *, sampler: TextSampler) -> None: ...
 
-`injects` names the keyword arguments beside the config. `build.py` hands over `sampler` (a `TextSampler`), `completions`
-(prompt id -> the file's own token ids), `served_model` (a `ServedModel`, for engines whose model is in other processes)
-and `sender` (what brings weights to those: see `moerl/weight_sync/transport.py`). `policy_version`, of the weights that an
-engine starts with, is left at its default of 0 there; whoever makes an engine by hand may give it.
+`injects` names the keyword arguments beside the config. `build.py` hands over `sampler` (a `TextSampler`),
+`completions` (prompt id -> the file's own token ids), `served_model` (a `ServedModel`, for engines whose model is in
+other processes) and `sender` (what brings weights to those: see `moerl/weight_sync/transport.py`). `policy_version`, of
+the weights that an engine starts with, is left at its default of 0 there; whoever makes an engine by hand may give it.
 
 Capabilities are traits beside it: `returns_topk=True` promises that a completion carries `top_logprobs` where
 `SamplingParams.top_logprobs` asks for them. What a configuration needs and the engine does not promise is refused when

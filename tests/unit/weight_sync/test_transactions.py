@@ -121,7 +121,11 @@ def test_one_server_that_fails_serves_nothing_until_a_whole_update(kind, endpoin
 
 
 AROUND = [
-    *((kind, f"/{one}") for kind in ("disk", "tensor") for one in ("pause_generation", "flush_cache", "continue_generation")),
+    *(
+        (kind, f"/{one}")
+        for kind in ("disk", "tensor")
+        for one in ("pause_generation", "flush_cache", "continue_generation")
+    ),
     ("tensor", "/begin_weight_update"),
 ]
 

@@ -243,7 +243,7 @@ def test_a_server_that_could_release_nothing_is_refused(tmp_path):
     with (
         FakeServer() as server,
         engine_over(tmp_path, server, release_memory=True) as engine,
-        pytest.raises(RolloutError, match="without --enable-memory-saver, so rollout.engine.release_memory would free"),
+        pytest.raises(RolloutError, match=r"without --enable-memory-saver, so rollout.engine.release_memory"),
     ):
         asyncio.run(answer(engine))
 
