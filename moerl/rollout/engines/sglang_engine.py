@@ -17,7 +17,7 @@ import numpy as np
 from moerl.errors import ConfigError, RolloutError
 from moerl.metrics import Last, Metrics
 from moerl.rollout.engine import ServedModel, engines
-from moerl.rollout.sglang.bridge import Bridge
+from moerl.rollout.sglang.bridge import Bridge, serve_loop
 from moerl.rollout.sglang.counts import Differences
 from moerl.types import Completion, SamplingParams, WeightBucket
 
@@ -250,7 +250,9 @@ class SglangEngine:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._bridge = Bridge(self._loop)
-                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="sglang-engine", daemon=True)
+                self._thread = threading.Thread(
+                    target=serve_loop, args=(self._loop,), name="sglang-engine", daemon=True
+                )
                 self._thread.start()
             if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
                 self._starting = asyncio.run_coroutine_threadsafe(self._connect(), self._loop)
@@ -394,11 +396,3 @@ class SglangEngine:
             if self._closed:
                 raise RolloutError("the engine is closed") from error
             raise
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
-        loop.close()  # its descriptors go, and idle threads that it had work done in

@@ -164,3 +164,12 @@ class Bridge:
             known = {loop: box for loop, box in self._mailboxes.items() if not loop.is_closed()}
             self._mailboxes = {**known, here: _Mailbox(here)}
             return self._mailboxes[here]
+
+
+def serve_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run it in this thread until it is stopped, then close it and the idle threads that it had work done in."""
+    try:
+        loop.run_forever()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()

@@ -39,6 +39,7 @@ class Training(RuleBasedStateMachine):
         self.settings = PlanSettings(size, size + more, staleness, refills, long_tail)
         self.group_size, self.filter = group_size, drop_some if is_filtered else None
         self.step, self.version = 0, 0
+        self.updated_step = 0
         self.take: Take | None = None
         self.trained: list[str] = []
         self.num_dropped = 0
@@ -99,10 +100,12 @@ class Training(RuleBasedStateMachine):
         self.take = Take(self.bench, self.step, self.version)
         self.look()
 
-    @precondition(lambda self: self.take is None and self.step > self.version)
+    @precondition(lambda self: self.take is None and self.step > self.updated_step)
     @rule()
     def update(self):
+        """At most one for each step that took groups: a step that trained on nothing has none, and nobody makes up."""
         self.version += 1
+        self.updated_step = self.step
         self.bench.publish(self.version)
 
     @precondition(lambda self: self.take is None)
