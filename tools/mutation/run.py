@@ -1,6 +1,6 @@
 """Runs the chosen mutants of a cosmic-ray session: `python tools/mutation/run.py CONFIG SESSION [--seed N]`.
 
-What `cosmic-ray exec` does, at a tenth of its time. The tests are collected once. For each mutant a fork puts the
+What `cosmic-ray exec` does, faster. The tests are collected once. For each mutant a fork puts the
 mutated code into the functions that are there and runs the tests up to the first that fails, those of files that speak
 of the module first. No file is changed. A mutant outside of functions (a default, an entry of a table) takes the way of
 `cosmic-ray exec`: the file is changed, pytest runs anew, the file is put back. One process computes at a time, an
