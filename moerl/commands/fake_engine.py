@@ -42,6 +42,7 @@ _TEXTS = {
     "num_experts": "experts of a layer",
     "experts_per_token": "of them, in routes",
     "returns_routes": "as --enable-return-routed-experts; without it nothing is returned, and no error",
+    "memory_saver": "as --enable-memory-saver; without it memory is released in name alone",
     "context_length": "tokens of prompt and answer together that are allowed",
     "eos_token_id": "the end token",
     "data_size": "ranks of attention data parallelism",
