@@ -77,6 +77,11 @@ def test_the_reward_is_paid_at_the_last_live_token():
     assert on_last_token(rewards, mask, seq_ids).tolist() == [0.0, 0.0, 2.0, 0.0, 3.0, 0.0, 0.0]
 
 
+def test_no_token_of_a_long_answer_but_the_last_is_paid():
+    seq_ids, rewards = torch.tensor([0, 0, 0, 0, 1, 1, 1]), torch.arange(1.0, 8.0)
+    assert on_last_token(rewards, torch.ones(7, dtype=torch.bool), seq_ids).tolist() == [0, 0, 0, 4, 0, 0, 7]
+
+
 def test_policy_and_critic_have_their_own_lambda():
     """VAPO: advantages at the adaptive lambda (0 for so short an answer), targets at 1."""
     credit = ValueCredit(gamma=1.0, gae_lambda=0.95, gae_alpha=0.05, critic_lambda=1.0)

@@ -309,6 +309,16 @@ def test_adaptive_coefficients_reach_the_loss(batch_v):
     assert batch_v.objective(entropy).needs_constants == {"entropy_coefficient"}
 
 
+def test_a_correction_and_a_token_weight_are_factors_of_one_product(batch_v):
+    tis, weight = {"correction": {"name": "tis"}}, {"token_weight": {"name": "prob_reweight", "alpha": 0.3}}
+    plain, corrected, weighted, both = (
+        batch_v.run({**CLIPPED, **more})[1] for more in ({}, tis, weight, {**tis, **weight})
+    )
+    assert not torch.allclose(corrected, plain)
+    assert not torch.allclose(weighted, plain)
+    torch.testing.assert_close(both * plain, corrected * weighted, rtol=1e-9, atol=1e-14)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
