@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+
+from served_runs import SERVED, SMALL
 
 from moerl.build import build_run
 from moerl.configure import load
 from moerl.loop import train
 from moerl.rollout.fake_engine.serving import FakeServer
-from moerl.rollout.fake_engine.settings import FakeEngineConfig
-
-POLICY = {"vocab_size": 38, "num_layers": 2, "num_experts": 16, "lengths": "uniform:12,40", "weight_version": "0"}
-"""The shape of `configs/demo/policy`; a fake server's answers are random letters, some with a digit by chance."""
-
-OVERRIDES = (
-    "run.num_steps=2",
-    "rollout.prompts_per_step=4",
-    "rollout.group_size=4",
-    "rollout.max_new_tokens=24",
-    "batch.num_minibatches=1",
-    "reward.rewards=[{name: regex_match, pattern: '(-?[0-9])'}]",
-    "weight_sync.transport=disk",
-    "evaluation.sets=[]",
-    "evaluation.interval_steps=0",
-    "checkpoint.interval_steps=0",
-    "checkpoint.export_hf=false",
-    "telemetry.report=false",
-    "telemetry.progress=off",
-    "telemetry.probe_prompts=0",
-)
 
 STEP = [
     "/pause_generation",
@@ -44,10 +26,10 @@ STEP = [
 
 
 def test_memory_is_lent_after_the_rollout_and_taken_back_weights_first(tmp_path):
-    with FakeServer(FakeEngineConfig(memory_saver=True, **POLICY)) as server:
+    with FakeServer(replace(SERVED, memory_saver=True)) as server:
         engine = json.dumps({"name": "sglang", "urls": [server.url], "release_memory": True})
         place = [f"rollout.engine={engine}", f"run.output_dir={tmp_path}", "run.name=run"]
-        run = build_run(load("configs/demo/gspo.yaml", [*OVERRIDES, *place]))
+        run = build_run(load("configs/demo/gspo.yaml", [*SMALL, "run.num_steps=2", *place]))
         assert run is not None
         update = run.rooms.policy.update
 
