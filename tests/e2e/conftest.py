@@ -1,4 +1,4 @@
-"""Real runs of `python -m moerl` in processes of their own, shared between tests.
+"""Real runs of `moerl` in processes of their own, shared between tests.
 
 Runs that no test disturbs are listed in `CATALOGUE`. A test names those it reads, `@pytest.mark.runs("gspo", "grpo")`;
 all that the selected tests name are started in the background, two at a time, and `runs["gspo"]` waits for one.
@@ -13,12 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import forked
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -28,6 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "demo"
 SLOWEST_SECONDS = 240
 """Far above what any run takes, for a machine that does other things beside."""
+
+IN_AN_INTERPRETER_OF_ITS_OWN = "gspo20"
+"""The run of the catalogue that imports everything itself; the others are forks (`forked.py`)."""
 
 SMALL = (
     "rollout.prompts_per_step=4",
@@ -80,7 +85,7 @@ class Moerl:
         self.folder = folder
 
     def start(self, *arguments: str, path: Path | None = None) -> subprocess.Popen[str]:
-        """A process group of its own; `path` goes on the module search path (a plugin's folder)."""
+        """`python -m moerl`, a process group of its own; `path` goes on the module search path (a plugin's folder)."""
         names = [str(ROOT), *([str(path)] if path else [])]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(names)}
         return subprocess.Popen(
@@ -103,14 +108,24 @@ class Moerl:
 
     def train(self, config: str | Path, *overrides: str, name: str, path: Path | None = None) -> Outcome:
         """Run it to its end, in `<folder>/<name>`."""
-        return self.finish(self.start(*self.arguments(config, *overrides, name=name), path=path), self.folder / name)
+        return self._forked(self.arguments(config, *overrides, name=name), self.folder / name, path)
 
     def arguments(self, config: str | Path, *overrides: str, name: str) -> list[str]:
         return ["train", str(config), *overrides, f"run.output_dir={self.folder}", f"run.name={name}"]
 
+    def train_anew(self, config: str | Path, *overrides: str, name: str) -> Outcome:
+        """The same with `python -m moerl`."""
+        return self.finish(self.start(*self.arguments(config, *overrides, name=name)), self.folder / name)
+
     def call(self, *arguments: str) -> Outcome:
-        """Any command."""
-        return self.finish(self.start(*arguments), self.folder)
+        """Any command, to its end."""
+        return self._forked(arguments, self.folder)
+
+    def _forked(self, arguments: Sequence[str], folder: Path, path: Path | None = None) -> Outcome:
+        with TemporaryDirectory() as scratch:
+            stdout, stderr = Path(scratch, "stdout"), Path(scratch, "stderr")
+            status = forked.run([*arguments], path, stdout, stderr, limit_seconds=SLOWEST_SECONDS)
+            return Outcome(status, stdout.read_text(), stderr.read_text(), folder)
 
 
 @dataclass(frozen=True)
@@ -262,7 +277,8 @@ class Runs:
         for name in sorted(set(needed), key=lambda one: (not isinstance(one, str), str(one))):
             if isinstance(name, str):
                 config, *overrides = known[name]
-                self._running[name] = self._pool.submit(moerl.train, config, *overrides, name=name)
+                train = moerl.train_anew if name == IN_AN_INTERPRETER_OF_ITS_OWN else moerl.train
+                self._running[name] = self._pool.submit(train, config, *overrides, name=name)
         for scenario in dict.fromkeys(needed):
             if not isinstance(scenario, str):
                 self._running[scenario] = self._pool.submit(scenario, stage)
