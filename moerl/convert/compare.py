@@ -55,12 +55,16 @@ class Forward:
     """Token and MoE layer, from 0, of the first that differs."""
     by: tuple[str, str]
     """Which code ran each."""
+    choices: tuple[str, str]
+    """What each chooses for a token. Where these differ no routes are compared, and that is a difference."""
 
     def differences(self, tolerance: float) -> list[Difference]:
         """What is beyond `tolerance` of `gap.size`, and routes that differ."""
         found = []
         if not self.gap.size <= tolerance:  # not a number is beyond everything
             found.append(Difference(f"logit of token {self.gap.token} after position {self.gap.position}", self.told()))
+        if self.choices[0] != self.choices[1]:
+            found.append(Difference("routes", " and ".join(self.choices)))
         if self.first_route is not None:
             position, layer = self.first_route
             place = f"the first at position {position} in MoE layer {layer}"
@@ -208,13 +212,19 @@ def compare_forwards(
     if own == ["transformers", "transformers"]:
         own[1] = "megatron"
     a, b = (runners[by](place, tokens, allowed) for by, place in zip(own, (first, second), strict=True))
-    at, total = torch.zeros(0, 2), 0
-    if a.routes is not None and b.routes is not None:
+    at, total, by = torch.zeros(0, 2), 0, (own[0], own[1])
+    choices = _choices(a.routes), _choices(b.routes)
+    if choices[0] == choices[1] and a.routes is not None and b.routes is not None:
         total = a.routes.numel()
         others = a.routes.sort(-1).values != b.routes.sort(-1).values
         at = torch.nonzero(others)[:, :2]
     where = (int(at[0, 0]), int(at[0, 1])) if len(at) else None
-    return Forward(largest_gap(a, b), num_tokens * vocab[0], len(at), total, where, (own[0], own[1]))
+    return Forward(largest_gap(a, b), num_tokens * vocab[0], len(at), total, where, by, choices)
+
+
+def _choices(routes: Tensor | None) -> str:
+    """Of every token, in words."""
+    return "no routes" if routes is None else f"{routes.shape[2]} experts in each of {routes.shape[1]} MoE layers"
 
 
 @torch.no_grad()

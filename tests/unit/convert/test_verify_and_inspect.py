@@ -140,6 +140,22 @@ def test_routes_that_differ_are_told_with_the_first_of_them(folder, tmp_path):
     assert (name, what.endswith("differ, the first at position 0 in MoE layer 2")) == ("routes", True)
 
 
+def test_models_that_choose_other_numbers_of_experts_are_told_by_their_choices(folder, tmp_path, capsys):
+    """All tensors are the same, or another layer has experts."""
+    narrow = save_model(tmp_path / "narrow", "softmax")
+    config = json.loads((narrow / "config.json").read_text())
+    (narrow / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 2}))
+    assert main(["convert", "verify", str(folder), str(narrow), "--tokens", "8"]) == 1
+    told = capsys.readouterr().out
+    assert "config.json: moe_router_topk" in told
+    assert "3 experts in each of 4 MoE layers and 2 experts in each of 4 MoE layers" in told
+    other = save_model(tmp_path / "other", "dense_first")
+    forward = compare_forwards(find(folder), find(other), num_tokens=8, seed=0)
+    assert (forward.num_routes, forward.routes_differing) == (0, 0)
+    assert [one.what for one in forward.differences(math.inf)] == [" and ".join(forward.choices)]
+    assert forward.choices[0] != forward.choices[1]
+
+
 @pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize("place", [(0, 0), (4, 6), (9, 1)])
 def test_the_largest_gap_is_found_wherever_it_is_in_bounded_memory(rows, place):
@@ -176,7 +192,7 @@ def test_a_logit_that_is_no_number_is_the_largest_gap():
     broken[0, 1], broken[1, 2] = 100, torch.nan
     gap = largest_gap(Said(hidden, lambda rows: logits[: len(rows)], None), Said(hidden, lambda _: broken, None))
     assert (math.isnan(gap.size), gap.position, gap.token) == (True, 1, 2)
-    assert len(Forward(gap, 8, 0, 0, None, ("a", "b")).differences(1e9)) == 1
+    assert len(Forward(gap, 8, 0, 0, None, ("a", "b"), ("", "")).differences(1e9)) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
