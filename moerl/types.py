@@ -112,6 +112,14 @@ class SamplingParams:
     top_logprobs: int = 0
     """Likeliest tokens of each step to return with their log-probabilities; 0 is none."""
 
+    @property
+    def num_unsettled(self) -> int:
+        """Last tokens of an aborted part that the rest must sample again.
+
+        A stop string may stand or begin in them, which a request that goes on would not see. A token has a byte of it.
+        """
+        return max((len(stop.encode()) for stop in self.stop_strings), default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:

@@ -186,10 +186,18 @@ def sglang(cfg: RunConfig) -> Iterator[str]:
         )
     if routing == "R3" and engine.get("routes", "auto") == "never":
         yield "rollout.engine.routes is never, but algorithm.routing=R3 replays the engine's routes: set it to auto"
-    if cfg.rollout.top_k > SGLANG_MASK_TOKENS:
+    limit = SGLANG_MASK_TOKENS
+    if isinstance(servers := engine.get("servers"), Mapping) and servers.get("sampling_mask_max_tokens"):
+        limit = min(limit, int(servers["sampling_mask_max_tokens"]))
+    if cfg.rollout.top_k > limit:
         yield (
             f"rollout.top_k is {cfg.rollout.top_k}, but SGLang tells the tokens in the running, which the logprob of "
-            f"the sampled one needs, for at most {SGLANG_MASK_TOKENS}: lower it, or set it to 0"
+            f"the sampled one needs, for at most {limit}: lower it, or set it to 0"
+        )
+    if cfg.rollout.top_p < 1 and cfg.rollout.top_k == 0 and limit < SGLANG_MASK_TOKENS:
+        yield (
+            f"rollout.top_p is {cfg.rollout.top_p:g} without top_k, which asks for {SGLANG_MASK_TOKENS} tokens in the "
+            f"running, but servers.sampling_mask_max_tokens is {limit}: leave it out, or set rollout.top_k within it"
         )
 
 

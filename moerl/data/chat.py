@@ -115,7 +115,8 @@ class ChatTokenizer:
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACE}]
         messages += [{"role": "tool", "content": result} for result in results]
         _, place, rest = self.apply_chat_template(messages, where).partition(_PLACE)
-        if not place or any(result.strip() not in rest for result in results) or rest == results[0]:
+        written = [(result.strip(), json.dumps(result, ensure_ascii=False)[1:-1]) for result in results]
+        if not place or not all(plain in rest or quoted in rest for plain, quoted in written) or rest == results[0]:
             raise DataError(
                 f"{where}: the chat template of {self.folder} does not write what a tool answers as a turn of its own; "
                 "set results=text with result_open and result_close, or take a model whose template does"

@@ -110,7 +110,7 @@ class Episode:
             )
         self._add_routes(completion, before, count, request_id)
         self._add_support(completion.support, count, request_id)
-        if params.top_logprobs:
+        if params.top_logprobs and (count or completion.top_logprobs is not None):
             self._add_top(completion.top_logprobs, (count, params.top_logprobs), request_id)
         self.token_ids = np.concatenate([self.token_ids, tokens])
         self._logprobs.append(np.asarray(completion.logprobs, dtype=np.float32))

@@ -150,6 +150,10 @@ def _fields(plugin: Plugin[Any]) -> list[str]:
     return list(plugin.traits["arguments"].model_fields)
 
 
+_AWKWARD = 'a "quoted" \\ path\nand a line'
+"""What an answer may hold and a template must write."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Served:
     """One tool that is there to be called."""
@@ -208,7 +212,7 @@ class ToolUse:
             tool = plugin.target(tool_cfg, **injected)
             self._tools[plugin.name] = _Served(plugin.traits["arguments"], tool, keeps_time="sandbox" in injected)
         if cfg.results == "template":
-            dialogue.after_calls(["0"])
+            dialogue.after_calls([_AWKWARD])
 
     async def run(self, prompt: Prompt, engine: RolloutEngine, params: SamplingParams, request_id: str) -> Trajectory:
         """Play `prompt` once; without room for a single token the status is `too_long` and nothing is asked.
@@ -297,19 +301,19 @@ class ToolUse:
         found = self._readable(call, index)
         if isinstance(found, _Refusal):
             counts[found.kind] += 1
-            return self._error(found.reason)
+            return self._error(found.reason, counts)
         name, served, arguments = found
         try:
             async with asyncio.timeout(None if served.keeps_time else self._cfg.tool_timeout_seconds) as deadline:
                 answer = await served.tool.call(arguments)
         except ToolError as error:
             counts["timeouts" if isinstance(error, ToolLateError) else "errors"] += 1
-            return self._error(str(error))
+            return self._error(str(error), counts)
         except TimeoutError:
             if not deadline.expired():
                 raise
             counts["timeouts"] += 1
-            return self._error(f"{name} gave no answer within {self._cfg.tool_timeout_seconds:g} s")
+            return self._error(f"{name} gave no answer within {self._cfg.tool_timeout_seconds:g} s", counts)
         return self._bounded(answer, counts)
 
     def _readable(self, call: Call | Malformed, index: int) -> _Refusal | tuple[str, _Served, Any]:
@@ -328,8 +332,8 @@ class ToolUse:
         except ValidationError as error:
             return _Refusal("refused", _in_words(error, name))
 
-    def _error(self, reason: str) -> str:
-        return self._dialogue.without_added_tokens(self._cfg.error_text.replace("{error}", reason))
+    def _error(self, reason: str, counts: Counter[str]) -> str:
+        return self._bounded(self._cfg.error_text.replace("{error}", reason), counts)
 
     def _bounded(self, answer: str, counts: Counter[str]) -> str:
         """A stranger's text: not too long, and nothing in it that the tokenizer reads as the end of a turn."""

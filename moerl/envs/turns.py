@@ -56,6 +56,8 @@ async def play_turn(
         sampled = episode.token_ids[start:]
         if completion.finish_reason != "abort":
             return Turn(sampled, completion.finish_reason, aborts)
+        if len(completion.token_ids) and int(sampled[-1]) in params.stop_token_ids:
+            return Turn(sampled, "stop", aborts)  # an engine that looks for no end in the step that aborts
         if len(sampled) == budget:
             return Turn(sampled, "length", aborts)
         aborts += 1

@@ -142,6 +142,9 @@ class Sampler:
         return _Batch(self._decoder, prompts, params, self._decode).run(should_abort or _never)
 
 
+_NO_IDS = np.zeros(0, dtype=np.int64)
+
+
 class _Row:
     """What one request has got so far."""
 
@@ -169,12 +172,20 @@ class _Row:
         if self.finish is None and len(self.tokens) == self.params.max_new_tokens:
             self.finish = "length"
 
+    def abort(self) -> None:
+        """End here, unless it has ended."""
+        if self.finish is None:
+            self.finish = "abort"
+            kept = max(0, len(self.tokens) - self.params.num_unsettled)
+            for each in (self.tokens, self.logprobs, self.support or [], self.top):
+                del each[kept:]
+
     def result(self, routes: np.ndarray | None) -> SampledTokens:
         assert self.finish is not None
         support = None
         if self.support is not None:
             offsets = np.cumsum([0, *(len(ids) for ids in self.support)], dtype=np.int64)
-            support = Support(np.concatenate(self.support).astype(np.int32), offsets)
+            support = Support(np.concatenate([_NO_IDS, *self.support]).astype(np.int32), offsets)
         if routes is not None:
             routes = routes[: self.prompt_length + len(self.tokens) - 1].copy()
         tokens, logprobs = np.array(self.tokens, dtype=np.int32), np.array(self.logprobs, dtype=np.float32)
@@ -237,7 +248,7 @@ class _Batch:
 
     def _abort(self) -> None:
         for row in self.rows:
-            row.finish = row.finish or "abort"
+            row.abort()
 
     def _prefill(self) -> tuple[Tensor, KVCache]:
         """Every distinct prompt once, together with those of its length; its cache row is repeated for each request."""

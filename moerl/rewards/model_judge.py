@@ -43,7 +43,7 @@ class ModelJudgeConfig(HttpConfig):
     """Name that the service knows the judge by; `chat` only."""
     template: str = ""
     """Path of the prompt's text file."""
-    verdict: str = r"(?i)score:\s*(-?[0-9.]+)"
+    verdict: str = r"(?i)score:\s*(-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))(?!\.?[0-9])"
     """Regular expression with a group."""
     words: dict[str, float] = field(default_factory=dict)
     """What words are worth, such as `{yes: 1, no: 0}`; case aside. Empty: the group is a number."""
@@ -91,7 +91,7 @@ class ModelJudge:
             self._cache.move_to_end(key)
             return self._cache[key]
         said = await asyncio.gather(*(self._vote(asked, vote) for vote in range(self._config.votes)))
-        values = await asyncio.gather(*(self._read(one) for one in said))
+        values = await asyncio.gather(*(self._read(one) for one in said if one is not None))
         read = [value for value in values if value is not None]
         unreadable = len(said) - len(read)
         self._counts["unreadable"] += unreadable
@@ -134,7 +134,8 @@ class ModelJudge:
         parts = {"question": question, "answer": answer, "gold": gold}
         return _PLACES.sub(lambda place: parts[place[1]], self._template)
 
-    async def _vote(self, asked: str, vote: int) -> str:
+    async def _vote(self, asked: str, vote: int) -> str | None:
+        """The judge's text; None where it was cut off, since what stands last in it is not its verdict."""
         config = self._config
         if config.api == "chat":
             body: dict[str, Any] = {
@@ -144,10 +145,15 @@ class ModelJudge:
                 "temperature": config.temperature,
                 "seed": vote,
             }
-            return _said(await self._service.ask(body, self._retries), ("choices", 0, "message", "content"))
+            answer = await self._service.ask(body, self._retries)
+            said = _said(answer, ("choices", 0, "message", "content"))
+            return None if answer["choices"][0].get("finish_reason") == "length" else said
         sampling = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature}
         body = {"text": asked, "sampling_params": sampling}
-        return _said(await self._service.ask(body, self._retries), ("text",))
+        answer = await self._service.ask(body, self._retries)
+        said, meta = _said(answer, ("text",)), answer.get("meta_info")
+        reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+        return None if isinstance(reason, dict) and reason.get("type") == "length" else said
 
     async def _read(self, said: str) -> float | None:
         """0..1, or None."""

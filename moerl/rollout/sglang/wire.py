@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -80,7 +80,35 @@ class Answer:
     """Prompt tokens whose keys were there already."""
     num_retractions: int
     num_dropped: int
-    """Tokens of an aborted request whose logprobs or routes did not come; they are not in `token_ids`."""
+    """Tokens of an aborted request that are not in `token_ids` and are sampled anew: their logprobs or routes did not
+    come, or a stop string may stand in them."""
+
+    def settled(self, request: WireRequest) -> Answer:
+        """An abort as it is to be gone on from. The forward that ends a request looks at no stop: the end token may be
+        its last one, and of stop strings the next request sees its own tokens alone.
+        """
+        count, params = len(self.token_ids), request.params
+        if self.finish_reason != "abort" or not count:
+            return self
+        if int(self.token_ids[-1]) in params.stop_token_ids:
+            return replace(self, finish_reason="stop")
+        return self._first(max(0, count - params.num_unsettled), request) if params.stop_strings else self
+
+    def _first(self, count: int, request: WireRequest) -> Answer:
+        """Of the first `count` tokens."""
+        rows = len(request.token_ids) + count - 1
+        support, top = self.support, self.top_logprobs
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            spans=tuple((start, min(end, count), version) for start, end, version in self.spans if start < count),
+            routes=None if self.routes is None else self.routes[: max(0, rows - (request.routes_from or 0))],
+            true_from=min(self.true_from, rows),
+            support=support and Support(support.ids[: support.offsets[count]], support.offsets[: count + 1]),
+            top_logprobs=top and TopLogprobs(top.ids[:count], top.logprobs[:count]),
+            num_dropped=self.num_dropped + len(self.token_ids) - count,
+        )
 
 
 def check_params(params: SamplingParams, prompt_length: int) -> None:
@@ -204,7 +232,7 @@ class _Reader:
         retractions = self._count("num_retractions")
         prompt = len(self._request.token_ids)
         is_recomputed = retractions > 0 and len(spans) > 1
-        return Answer(
+        answer = Answer(
             token_ids=ids,
             logprobs=logprobs,
             finish_reason=self._finish,
@@ -217,6 +245,7 @@ class _Reader:
             num_retractions=retractions,
             num_dropped=0,
         )
+        return answer.settled(self._request)
 
     def _count(self, name: str) -> int:
         value = self._meta.get(name)
@@ -345,6 +374,8 @@ class _Reader:
         """Whether logprobs or routes are absent or fewer, as of a request that was aborted in the queue."""
         ids, triples = self._answer["output_ids"], self._meta.get("output_token_logprobs")
         if not isinstance(triples, list) or len(triples) < len(ids):
+            return True
+        if self._request.is_truncated and not isinstance(self._meta.get("output_token_sampling_logprobs"), list):
             return True
         return self._request.routes_from is not None and self._meta.get("routed_experts") is None
 

@@ -13,10 +13,14 @@ from moerl.config.schema import RunConfig
 URLS = {"name": "sglang", "urls": ["http://127.0.0.1:30000"]}
 
 
-def faults(engine: dict, *, routing: str = "none", top_k: int = 0) -> list[str]:
+def faults(engine: dict, *, routing: str = "none", **sampling: float) -> list[str]:
     cfg = RunConfig()
     algorithm = replace(cfg.algorithm, routing=routing)
-    return list(sglang(replace(cfg, rollout=replace(cfg.rollout, engine=engine, top_k=top_k), algorithm=algorithm)))
+    return list(sglang(replace(cfg, rollout=replace(cfg.rollout, engine=engine, **sampling), algorithm=algorithm)))
+
+
+def masking(tokens: int | None) -> dict:
+    return {"name": "sglang", "servers": {"sampling_mask_max_tokens": tokens}}
 
 
 def colocated_faults(engine: dict, *, max_staleness: int = 0, pretrain_steps: int = 0) -> list[str]:
@@ -43,6 +47,8 @@ def test_good_ones_pass():
     assert faults(URLS, routing="R3", top_k=4096) == []
     assert faults({"name": "sglang", "servers": {}}) == []
     assert faults({"name": "local"}, top_k=5000) == []
+    assert faults(masking(100), top_p=0.9, top_k=100) == faults(masking(None), top_p=0.9) == []
+    assert faults(masking(100)) == faults(masking(8000), top_p=0.9) == []
 
 
 @pytest.mark.parametrize(
@@ -53,6 +59,8 @@ def test_good_ones_pass():
         ({**URLS, "pause_mode": "retract"}, {"routing": "R3"}, "pause_mode is 'retract' with algorithm.routing=R3"),
         ({**URLS, "routes": "never"}, {"routing": "R3"}, "rollout.engine.routes is never"),
         (URLS, {"top_k": 5000}, "rollout.top_k is 5000, but SGLang"),
+        (masking(100), {"top_k": 200}, "for at most 100: lower it"),
+        (masking(100), {"top_p": 0.9}, "rollout.top_p is 0.9 without top_k, which asks for 4096 tokens"),
     ],
 )
 def test_bad_ones_are_told(engine, options, words):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from talking import CHAT_END, Sandboxed, Says, folder_with_chat_template, played, tool_environment
+from talking import CHAT_END, TEMPLATE, Sandboxed, Says, folder_with_chat_template, played, tool_environment
 
 from moerl.data.chat import ChatTokenizer
 from moerl.envs.calls import Call, CallFormat, Malformed, parse_calls
@@ -160,6 +162,11 @@ def test_long_answers_are_cut_and_late_ones_are_errors(chat):
     got = played(chat, engine, tool=Long(), max_result_characters=20, max_new_tokens=1000)
     assert "x" * 20 + " [cut at 20 of 1000 characters]" in chat.decode(engine.asked[1], skip_stop=False)
     assert got.metrics["tool_cut_results"] == 1.0
+    unknown = [*chat.encode_text(call("1", name="y" * 500)), chat.eos_token_id]
+    engine = Says(unknown, [chat.eos_token_id])
+    got = played(chat, engine, max_result_characters=20, max_new_tokens=1000)
+    assert "error: no tool is ca [cut at 20 of" in chat.decode(engine.asked[1], skip_stop=False)
+    assert (got.metrics["tool_cut_results"], got.metrics["tool_unknown"]) == (1.0, 1.0)
     engine = Says(first, [chat.eos_token_id])
     got = played(chat, engine, tool=Late(), tool_timeout_seconds=0.05, max_new_tokens=1000)
     assert "calculator gave no answer within 0.05 s" in chat.decode(engine.asked[1], skip_stop=False)
@@ -255,6 +262,44 @@ def test_an_aborted_turn_is_continued_and_endless_ones_end_it(chat):
     got = played(chat, Says(*[[5]] * 4, aborts=4), max_aborts=2)
     assert (got.status, got.finish_reason) == ("aborted", "abort")
     assert "d/1#0 was aborted 3 times" in got.error
+
+
+def test_an_aborted_part_that_ends_with_the_end_token_is_the_turn(chat):
+    """An engine may look for no end in the step that aborts; what is sampled after it would be trained on."""
+    engine = Says([5, 6, chat.eos_token_id], [7, 8], aborts=1)
+    got = played(chat, engine)
+    assert (len(engine.asked), got.finish_reason, got.status) == (1, "stop", "ok")
+    assert got.token_ids[got.loss_mask].tolist() == [5, 6, chat.eos_token_id]
+
+
+def test_an_abort_before_the_first_token_is_gone_on_from_with_top_logprobs_too(chat):
+    class Nothing(Says):
+        async def generate(self, token_ids, params, request_id):
+            got = await super().generate(token_ids, params, request_id)
+            return got if len(got.token_ids) else replace(got, top_logprobs=None)
+
+    engine = Nothing([], [5, chat.eos_token_id], aborts=1)
+    got = played(chat, engine, top_logprobs=2)
+    assert (got.status, got.response_length) == ("ok", 2)
+    assert got.top_logprobs.ids[got.loss_mask][:, 0].tolist() == [5, chat.eos_token_id]
+
+
+def test_a_template_that_quotes_what_tools_answer_is_as_good(tmp_path):
+    """`tojson` as in Llama 3.1's; one that leaves parts of an answer out is refused before an episode."""
+    folder = folder_with_chat_template(tmp_path)
+    quoting = TEMPLATE.replace("{{ m.content }}", "{{ m.content | tojson if m.role == 'tool' else m.content }}")
+    quoted = with_template(folder, quoting)
+    engine = Says([*quoted.encode_text(call("__import__('os')")), quoted.eos_token_id], [quoted.eos_token_id])
+    got = played(quoted, engine, max_new_tokens=1000)
+    assert (got.status, got.metrics["tool_errors"]) == ("ok", 1.0)
+    cutting = TEMPLATE.replace("{{ m.content }}", "{{ m.content.split('\n')[0] if m.role == 'tool' else m.content }}")
+    with pytest.raises(DataError, match="does not write what a tool answers"):
+        tool_environment(with_template(folder, cutting))
+
+
+def with_template(folder: Path, template: str) -> ChatTokenizer:
+    (folder / "chat_template.jinja").write_text(template)
+    return ChatTokenizer(folder)
 
 
 def test_text_results_follow_within_the_turn(chat):

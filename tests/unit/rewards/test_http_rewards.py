@@ -321,6 +321,33 @@ def test_a_judge_without_a_verdict_is_no_zero(server, made, tmp_path, reply, mes
         ask(judge(server, made, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("Good. Score: 8.", 0.8), ("Score: 0.5.", 0.05), ("score: .5", 0.05), ("Score: 7.25, so", 0.725)],
+)
+def test_a_number_may_end_a_sentence(server, made, tmp_path, text, value):
+    server.replies = says(text)
+    assert ask(judge(server, made, tmp_path)) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("api", ["chat", "sglang"])
+def test_what_stands_in_an_answer_that_was_cut_off_is_no_verdict(server, made, tmp_path, api):
+    """A thought may hold a score that is not the last word, and a number may lack its last digit."""
+    text = "Score: 2 would be too harsh, since"
+    cut = {"choices": [{"message": {"content": text}, "finish_reason": "length"}]}
+    whole = {"choices": [{"message": {"content": "Score: 9"}, "finish_reason": "stop"}]}
+    if api == "sglang":
+        cut = {"text": text, "meta_info": {"finish_reason": {"type": "length", "length": 9}}}
+        whole = {"text": "Score: 9", "meta_info": {"finish_reason": {"type": "stop", "matched": 2}}}
+    server.replies = [cut]
+    reward = judge(server, made, tmp_path, api=api)
+    with pytest.raises(UnscoredError, match="1 of 1 votes have no verdict"):
+        ask(reward)
+    assert to_floats(reward.take_metrics())["unreadable"] == 1.0
+    server.replies = [whole]
+    assert ask(reward) == 0.9
+
+
 def test_a_text_on_which_the_pattern_hangs_is_cut_off_and_no_verdict(server, made, tmp_path):
     """Patterns run in the sandboxed pool: a judge may quote what a hostile answer told it to."""
     server.replies = says("a" * 64 + "!")

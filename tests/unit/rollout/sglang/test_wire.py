@@ -257,6 +257,64 @@ def test_an_abort_in_the_queue_has_no_tokens_and_says_little():
     assert (got.finish_reason, len(got.token_ids)) == ("abort", 0)
 
 
+def test_an_abort_in_the_queue_has_no_masks_either():
+    """SGLang sends an empty list of logprobs then and no sampling mask; or tokens with their logprobs alone."""
+    request = wire_request(top_p=0.9)
+    meta = {"id": "a-1", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}, "weight_version": "0"}
+    meta |= {"completion_tokens": 0, "output_token_logprobs": []}
+    assert len(read({"text": "", "output_ids": [], "meta_info": meta}, request).token_ids) == 0
+    raw = aborted(request)
+    for name in ("output_token_sampling_logprobs", "output_token_sampling_mask"):
+        del raw["meta_info"][name]
+    got = read(raw, request)
+    assert (got.finish_reason, len(got.token_ids), got.num_dropped) == ("abort", 0, 3)
+
+
+def test_an_end_token_drawn_in_the_step_that_aborts_is_the_end():
+    """The last forward of an aborted request looks at no stop (schedule_batch.py, `update_finish_state`)."""
+    free = wire_request(budget=5)
+    last = answer_to(free)["output_ids"][-1]
+    request = wire_request(budget=5, stop_token_ids=(last,))
+    raw = answer_to(free)
+    raw["meta_info"]["finish_reason"] = {"type": "abort", "message": "Aborted"}
+    got = read(raw, request)
+    assert (got.finish_reason, len(got.token_ids), got.num_dropped) == ("stop", 5, 0)
+    raw["meta_info"]["finish_reason"] = {"type": "length", "length": 5}
+    assert read(raw, request).finish_reason == "length"
+
+
+@pytest.mark.parametrize(("stop", "kept"), [(("ab",), 3), (("a", "long"), 1), (("é",), 3), (("longer than it",), 0)])
+@pytest.mark.parametrize("truncated", [{}, {"top_p": 0.9}])
+def test_of_an_abort_the_tokens_in_which_a_stop_string_may_stand_are_sampled_anew(stop, kept, truncated):
+    """The request that goes on looks for it in its own tokens alone."""
+    request = wire_request(prompt=4, budget=5, stop_strings=stop, **truncated)
+    whole, got = read(answer_to(request), request), read(aborted(request), request)
+    assert (got.finish_reason, len(got.token_ids), got.num_dropped) == ("abort", kept, 5 - kept)
+    assert got.token_ids.tolist() == whole.token_ids[:kept].tolist()
+    assert got.logprobs.tolist() == whole.logprobs[:kept].tolist()
+    assert got.spans == (((0, kept, 0),) if kept else ())
+    assert got.routes is not None
+    assert got.routes.tolist() == whole.routes[: 4 + kept - 1 - request.routes_from].tolist()
+    if truncated:
+        assert got.support.offsets.tolist() == whole.support.offsets[: kept + 1].tolist()
+        assert len(got.support.ids) == got.support.offsets[-1]
+
+
+@pytest.mark.parametrize(("kept", "true_from"), [(4, 5), (1, 4)])
+def test_rows_that_newer_weights_made_again_stay_so_where_tokens_are_dropped(kept, true_from):
+    """Of one token none is left that the new policy drew: all four rows are of its making, and not the sampler's."""
+    request = wire_request(prompt=4, budget=5, stop_strings=("x" * (5 - kept),))
+    raw = aborted(request)
+    raw["meta_info"] |= {
+        "num_retractions": 1,
+        "weight_version": "1",
+        "weight_versions": [{"version": "0", "start": 0, "end": 2}, {"version": "1", "start": 2, "end": 5}],
+    }
+    got = read(raw, request)
+    assert (len(got.token_ids), got.true_from) == (kept, true_from)
+    assert got.spans == (((0, 2, 0), (2, 4, 1)) if kept == 4 else ((0, 1, 0),))
+
+
 @pytest.mark.parametrize(("status", "kind"), [(400, "refused"), (429, "busy"), (500, "broken"), (503, "busy")])
 def test_an_abort_by_the_servers_own_fault_is_that_fault(status, kind):
     request = wire_request()
