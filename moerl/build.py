@@ -144,7 +144,7 @@ def _policy(cfg: RunConfig) -> MegatronPolicy:
         gamma_min=cfg.algorithm.router_shift.gamma_min,
         reference=cfg.algorithm.reference,
         teacher=cfg.algorithm.teacher.path,
-        num_steps=cfg.run.num_steps - cfg.algorithm.critic.pretrain_steps,
+        num_steps=cfg.algorithm.critic.policy_steps(cfg.run.num_steps),
         seed=cfg.run.seed,
     )
 

@@ -33,7 +33,7 @@ from moerl.algorithms.values import ValueCredit, on_last_token
 from moerl.config.schema import EntropySection, KLSection
 from moerl.credit import credit_inputs
 from moerl.data.batch import TermWeigh, Weigh, as_token_weights, token_weights
-from moerl.metrics import Last, Mean, Metrics, Sum, to_floats
+from moerl.metrics import Last, Mean, Metrics, Sum, merge_into, to_floats
 from moerl.types import MicroBatch, Sample, StepBatch
 
 ROW = ("minibatch", "sample", "live", "kl", "weight", "weighed")
@@ -106,7 +106,8 @@ class _Look:
     tokens: Tensor
     """[m, token] float64, live tokens in order; empty where nobody reads them."""
     kl: Mean
-    dropped: float
+    dropped: tuple[float, float]
+    """Tokens that are removed, and sequences of which none is left."""
     teacher_kl: Mean
 
 
@@ -203,7 +204,8 @@ class TokenCredit:
             correction, usable = rules.objective.correct(_old_inputs(micro))
             weight, kept = correction.weight, usable & correction.keep
         live = kept if rules.removes else micro.mask
-        dropped = float((micro.mask & ~live).sum())
+        before, after = (per_sequence(m.double(), m, micro.seq_ids, micro.num_seqs) for m in (micro.mask, live))
+        dropped = float((micro.mask & ~live).sum()), float(((before > 0) & (after == 0)).sum())
         micro = replace(micro, mask=live) if rules.removes else micro
         nothing = torch.zeros_like(micro.advantages, dtype=torch.float64)
         kl = _reward_kl(micro, micro.ref_logprobs) if rules.has_kl_reward else nothing
@@ -241,8 +243,7 @@ class TokenCredit:
     def _share(self, looks: Sequence[_Look]) -> tuple[Rows, Rows]:
         """Rows and tokens of all ranks."""
         rows, tokens = torch.cat([look.rows for look in looks]), torch.cat([look.tokens for look in looks])
-        header = rows.new_tensor([len(rows)])
-        parts = self._exchange(torch.cat([header, rows.flatten(), tokens.flatten()]))
+        parts = self._exchange(torch.cat([rows.new_tensor([len(rows)]), rows.flatten(), tokens.flatten()]))
         all_rows, all_tokens = [], []
         for part in (part.cpu().numpy() for part in parts):
             end = 1 + int(part[0]) * len(ROW)
@@ -283,10 +284,12 @@ class TokenCredit:
         """[minibatches] of term -> [packed]: the weights of what was not removed."""
         groups = np.array([sample.group_id for sample in packed], dtype=np.int64)
         tasks = np.array([sample.reward - sample.shaping for sample in packed])
+        removable = np.array([self.rules.removes and sample.loss_mask.any() for sample in packed], dtype=bool)
+        stays = (rows["live"] > 0) | ~removable[rows["sample"].astype(int)]  # `count_empty` counts none that is gone
         result = []
         for m in range(count):
-            members = rows["sample"][rows["minibatch"] == m].astype(int)
-            live = rows["live"][rows["minibatch"] == m].astype(np.int64)
+            mine = (rows["minibatch"] == m) & stays
+            members, live = rows["sample"][mine].astype(int), rows["live"][mine].astype(np.int64)
             own = {"policy": self.rules.weigh(live, groups[members])}
             own.update(self.rules.weigh_terms(live, groups[members], tasks[members]))
             spread = {term: np.zeros(len(packed)) for term in own}
@@ -313,16 +316,16 @@ class TokenCredit:
 
     def _metrics(self, looks: Sequence[Sequence[_Look]]) -> Metrics:
         """Of this rank's share of the first epoch."""
-        flat = [look for mini in looks for look in mini]
         metrics: Metrics = {}
-        if self.rules.has_kl_reward:
-            metrics["kl/reward"] = Mean(sum(look.kl.total for look in flat), sum(look.kl.count for look in flat))
-        if self.rules.teacher:
-            parts = [look.teacher_kl for look in flat]
-            metrics["kl/teacher"] = Mean(sum(part.total for part in parts), sum(part.count for part in parts))
-        if self.rules.removes:
-            metrics["mm/removed_tokens"] = Sum(sum(look.dropped for look in flat))
-            metrics["mm/removed_seqs"] = Sum(sum(float((look.rows[:, 2] == 0).sum()) for look in flat))
+        for look in [look for mini in looks for look in mini]:
+            if self.rules.has_kl_reward:
+                merge_into(metrics, {"kl/reward": look.kl})
+            if self.rules.teacher:
+                merge_into(metrics, {"kl/teacher": look.teacher_kl})
+            if self.rules.removes:
+                merge_into(
+                    metrics, {"mm/removed_tokens": Sum(look.dropped[0]), "mm/removed_seqs": Sum(look.dropped[1])}
+                )
         if self.rules.kl.target is not None:
             metrics["kl/coefficient"] = Last(self.coefficients.kl)
         if self.rules.entropy.target is not None:
@@ -363,10 +366,7 @@ def _valued(micro: MicroBatch, token_rewards: Tensor, credit: ValueCredit) -> tu
 
 
 def _finish(
-    look: _Look,
-    anew: np.ndarray | None,
-    whitened: Mapping[int, np.ndarray] | None,
-    shares: Mapping[str, np.ndarray] | None,
+    look: _Look, anew: np.ndarray | None, whitened: Mapping[int, np.ndarray] | None, shares: Rows | None
 ) -> MicroBatch:
     """The micro-batch with its final advantages and weights."""
     micro, device = look.micro, look.micro.mask.device

@@ -24,6 +24,10 @@ class CriticSection:
     pretrain_steps: int = 0
     """The first so many steps of `run.num_steps` train the critic alone."""
 
+    def policy_steps(self, num_steps: int) -> int:
+        """Of `num_steps` those that train the policy."""
+        return num_steps - (0 if self.init == "none" else self.pretrain_steps)
+
 
 @dataclass
 class ReferenceSection:

@@ -86,11 +86,14 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _with_decay_end(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`optim.decay_steps` spelled out: null ends the decay at `run.num_steps`, which may itself change."""
+    """`optim.decay_steps` spelled out: null ends the decay with the policy's last update, which may itself change."""
     optim = values.get("optim", {})
     if optim.get("decay_steps") is not None or optim.get("schedule", "constant") == "constant":
         return values
-    return {**values, "optim": {**optim, "decay_steps": values.get("run", {}).get("num_steps")}}
+    critic, steps = values.get("algorithm", {}).get("critic", {}), values.get("run", {}).get("num_steps")
+    if steps is not None and critic.get("init", "none") != "none":
+        steps -= critic.get("pretrain_steps", 0)
+    return {**values, "optim": {**optim, "decay_steps": steps}}
 
 
 def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:

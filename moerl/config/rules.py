@@ -280,14 +280,15 @@ def schedule(cfg: RunConfig) -> Iterator[str]:
     if optim.schedule == "constant":
         if optim.decay_steps is not None:
             yield (
-                f"optim.decay_steps is {optim.decay_steps} with optim.schedule=constant, which never decays: set it "
-                f"to null"
+                f"optim.decay_steps is {optim.decay_steps} with optim.schedule=constant, which has none: set it to null"
             )
         return
     start = max(optim.warmup_steps, optim.constant_steps)
-    end = cfg.run.num_steps if optim.decay_steps is None else optim.decay_steps
+    last = cfg.algorithm.critic.policy_steps(cfg.run.num_steps)
+    end = last if optim.decay_steps is None else optim.decay_steps
     if start >= end:
-        name = "run.num_steps" if optim.decay_steps is None else "optim.decay_steps"
+        own = " less algorithm.critic.pretrain_steps" * (last < cfg.run.num_steps)
+        name = "run.num_steps" + own if optim.decay_steps is None else "optim.decay_steps"
         yield (
             f"optim.warmup_steps={optim.warmup_steps} and optim.constant_steps={optim.constant_steps} start the "
             f"{optim.schedule} decay at step {start}, but it ends at {name}={end}; make the end later, or "

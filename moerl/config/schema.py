@@ -297,7 +297,7 @@ class OptimSection:
     constant_steps: int = 0
     """Steps before the decay starts, warm-up included."""
     decay_steps: int | None = None
-    """Step at which the decay ends; None is `run.num_steps`."""
+    """Update of the policy with which the decay ends; None: the last, `run.num_steps` less `critic.pretrain_steps`."""
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8

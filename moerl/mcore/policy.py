@@ -163,6 +163,8 @@ class MegatronPolicy:
                 results = self._runner.forward(first_epoch, own_routes, observe=False)
             for fields, result in zip(filled, results, strict=True):
                 fields[name] = result.logprobs
+        if flops := self._runner.take_flops():  # a step that pre-trains a critic has no update to count them
+            metrics["perf/learn_flops"] = Sum(flops)
         return fill_step(batch, first_epoch, filled), merge_over_ranks(metrics, self.parallel)
 
     def _needs_old_pass(self, batch: StepBatch, needs: frozenset[str]) -> bool:
@@ -170,10 +172,11 @@ class MegatronPolicy:
             return True
         if len(batch.minibatches) == 1:
             return False
-        # With rollout routes, or samples of a network without, both pairs are measured whatever the loss reads.
+        # With rollout routes or sampled tokens both pairs are measured, whatever the loss reads.
         every = [micro for minibatch in batch.minibatches for micro in minibatch]
-        paired = [micro.routes is not None if self.num_experts else moe_stats.was_sampled(micro) for micro in every]
-        return any(paired) or bool(needs & {"old_logprobs"}) or self._routing == "R2"
+        mine = any(micro.routes is not None or moe_stats.was_sampled(micro) for micro in every)
+        paired = not self.parallel.all_true(torch.tensor(not mine, device=self.device))  # on any rank
+        return paired or bool(needs & {"old_logprobs"}) or self._routing == "R2"
 
     def _replay_for_score(self, batch: MicroBatch) -> Routes:
         return rollout_routes(batch) if self._routing == "R3" else (None, None)

@@ -8,15 +8,17 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 
 from moerl.rollout.engine import RouteLayout
 from moerl.rollout.fake_engine.model import FakeModel
+from moerl.rollout.fake_engine.running import Running
 from moerl.rollout.fake_engine.serving import FakeServer
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
 from moerl.rollout.sglang.client import ClientTimeouts, SglangClient
 from moerl.rollout.sglang.dispatcher import Dispatcher, DispatchSettings
 from moerl.rollout.sglang.watch import Replay, Revive, Watch, WatchSettings
-from moerl.rollout.sglang.wire import Expected, WireRequest
+from moerl.rollout.sglang.wire import Expected, WireRequest, payload, read_answer
 from moerl.types import SamplingParams
 
 LAYOUT = RouteLayout(num_layers=3, moe_layers=(0, 1, 2), experts_per_token=2, num_experts=8)
@@ -84,3 +86,19 @@ async def until(condition: Any, seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+SERVER = "http://127.0.0.1:1"
+
+
+def said_to(request: WireRequest, cfg: FakeEngineConfig | None = None) -> dict:
+    """What the fake server would say, parsed from its JSON."""
+    model = FakeModel(cfg or FakeEngineConfig())
+    running = Running(request.rid, request.token_ids.tolist(), payload(request), model, "default", 0)
+    running.started, running.is_admitted = 0.0, True
+    running.settle(1.0)
+    return orjson.loads(orjson.dumps(running.answer("default")))
+
+
+def read_by_hand(answer, request, expected=EXPECTED):
+    return read_answer(answer, request, expected, server=SERVER)

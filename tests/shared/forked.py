@@ -16,7 +16,6 @@ import time
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -41,9 +40,13 @@ def run(arguments: list[str], path: Path | None, stdout: Path, stderr: Path, *, 
 
 
 def _started(arguments: list[str], path: Path | None, stdout: Path, stderr: Path) -> BaseProcess:
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
-    with mock.patch.dict(os.environ, environment):
+    before = dict(os.environ)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+    try:
         forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     process = CONTEXT.Process(target=_main, args=(arguments, path, stdout, stderr))
     process.start()
     return process

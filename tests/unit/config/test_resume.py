@@ -70,6 +70,18 @@ def test_a_longer_run_may_not_move_the_end_of_the_decay():
     check_resume(old, config(optim={"schedule": "linear", "decay_steps": 10}, run={"num_steps": 20}))
 
 
+def test_the_steps_that_pretrain_a_critic_are_no_part_of_the_decay():
+    """The policy's schedule counts its own updates: of ten steps, three for the critic, the last is the seventh."""
+    critic = {"algorithm": {"critic": {"init": "policy", "pretrain_steps": 3}}}
+    old = config(optim={"schedule": "linear"}, **critic)
+    longer = {"run": {"num_steps": 20}, **critic}
+    check_resume(old, config(optim={"schedule": "linear", "decay_steps": 7}, **longer))
+    with pytest.raises(ConfigError, match=r"optim\.decay_steps: 7 in the run, 10 now"):
+        check_resume(old, config(optim={"schedule": "linear", "decay_steps": 10}, **longer))
+    with pytest.raises(ConfigError, match=r"optim\.decay_steps: 7 in the run, 17 now \(null follows"):
+        check_resume(old, config(optim={"schedule": "linear"}, **longer))
+
+
 def test_an_older_file_that_lacks_a_key_means_its_default():
     old = config()
     del old["optim"]["beta1"]

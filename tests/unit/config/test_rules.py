@@ -99,6 +99,10 @@ def test_the_defaults_pass(base):
         (["optim.decay_steps=5"], ["optim.decay_steps is 5 with optim.schedule=constant"]),
         (["optim.schedule=linear", "optim.warmup_steps=10"], ["at step 10", "run.num_steps=10"]),
         (["optim.schedule=cosine", "optim.constant_steps=5", "optim.decay_steps=4"], ["optim.decay_steps=4"]),
+        (
+            ["optim.schedule=cosine", "optim.constant_steps=8", "algorithm.critic={init: policy, pretrain_steps: 2}"],
+            ["run.num_steps less algorithm.critic.pretrain_steps=8; make the end later"],
+        ),
         (["data.train=[]"], ["data.train is empty"]),
         (["data.train.0.weight=-1"], ["data.train[0].weight is -1.0"]),
         (["data.train.0.weight=0"], ["data.train has weights [0.0]", "above 0"]),

@@ -66,7 +66,8 @@ def test_a_step_reports_the_operations_of_its_passes(kit, tiny_folder):
     micros = [kit.make_micro([5, 9]), kit.make_micro([7, 4, 6], first_id=2)]
     step = kit.make_step([micros[0]], [micros[1]])
     policy.observe(micros)
-    scored, _ = policy.score(step, frozenset({"old_logprobs"}))
-    metrics = to_floats(policy.update(scored, kit.SequenceRatio()))
+    scored, of_score = policy.score(step, frozenset({"old_logprobs"}))
+    of_update = policy.update(scored, kit.SequenceRatio())
     once = forward_flops(read_source(ModelSection(path=str(tiny_folder))).kwargs, [5, 9, 7, 4, 6])
-    assert metrics["perf/learn_flops"] == 4 * once.forward
+    assert to_floats(of_score)["perf/learn_flops"] == once.forward
+    assert to_floats(of_update)["perf/learn_flops"] == 3 * once.forward

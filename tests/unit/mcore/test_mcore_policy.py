@@ -222,7 +222,7 @@ def test_one_minibatch_skips_the_old_pass_and_measures_in_update(kit, tiny_folde
 def test_an_engine_without_routes_is_compared_by_its_logprobs_and_a_file_by_nothing(kit, tiny_folder, batch):
     policy = kit.make_policy(tiny_folder)
     micros = [replace(micro, routes=None, has_route=None) for mini in batch.minibatches for micro in mini]
-    _, metrics = policy.score(kit.make_step(*[[micro] for micro in micros]), NEEDS_OLD)
+    _, metrics = policy.score(kit.make_step(*[[micro] for micro in micros]), frozenset())
     assert metrics["mm/logp_abs_max"].value() > 0
     assert not [name for name in metrics if name.startswith("route/")]
     unsampled = [replace(m, rollout_logprobs=torch.full_like(m.rollout_logprobs, torch.nan)) for m in micros]

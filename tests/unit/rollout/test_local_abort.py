@@ -47,6 +47,25 @@ def sampler_of(model: ReferenceModel, kind: type[Sampler] = Sampler) -> Sampler:
     return sampler
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize(("stop", "kept"), [((), 6), (("no",), 4), (("é", "n"), 4), (("much longer",), 0)])
+def test_of_an_abort_the_tokens_in_which_a_stop_string_may_begin_are_left_out(stop, kept, top_p):
+    """Who goes on from there starts with them, and sees the whole of the string."""
+    model = model_of(0)
+    sampler = Sampler(model.cfg, decode=lambda ids: "")
+    sampler.load_weights(model.state_dict().items())
+    params = SamplingParams(60, seed=8, stop_strings=stop, top_p=top_p, top_logprobs=2 if top_p == 1 else 0)
+    asked = iter(range(1, 100))
+    (part,) = sampler.generate([np.array([1, 2])], [params], lambda: next(asked) == 6)
+    (whole,) = sampler.generate([np.array([1, 2])], [params])
+    assert (part.finish_reason, part.token_ids.tolist()) == ("abort", whole.token_ids[:kept].tolist())
+    assert part.logprobs.tolist() == whole.logprobs[:kept].tolist()
+    assert part.routes.tolist() == whole.routes[: 2 + kept - 1].tolist()
+    if top_p < 1:
+        assert part.support.offsets.tolist() == whole.support.offsets[: kept + 1].tolist()
+        assert len(part.support.ids) == part.support.offsets[-1]
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 7])
 def test_what_was_sampled_before_an_abort_is_the_start_of_the_whole_answer(tokens):
     sampler = sampler_of(model_of(0))

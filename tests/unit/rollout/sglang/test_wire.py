@@ -7,34 +7,16 @@ import copy
 import json
 
 import numpy as np
-import orjson
 import pytest
-from fake_servers import EXPECTED, LAYOUT, prompt_of, wire_request
+from fake_servers import EXPECTED, LAYOUT, SERVER, prompt_of, read_by_hand, said_to, wire_request
 
 from moerl.errors import RolloutError
 from moerl.rollout.fake_engine.model import FakeModel
-from moerl.rollout.fake_engine.running import Running
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
 from moerl.rollout.sglang.faults import ServerError
 from moerl.rollout.sglang.routes import encode_routes
 from moerl.rollout.sglang.wire import Expected, WireRequest, payload, read_answer
 from moerl.types import SamplingParams
-
-SERVER = "http://127.0.0.1:1"
-
-
-def answer_to(request: WireRequest, cfg: FakeEngineConfig | None = None) -> dict:
-    """What the fake server would say, parsed from its JSON."""
-    model = FakeModel(cfg or FakeEngineConfig())
-    running = Running(request.rid, request.token_ids.tolist(), payload(request), model, "default", 0)
-    running.started, running.is_admitted = 0.0, True
-    running.settle(1.0)
-    return orjson.loads(orjson.dumps(running.answer("default")))
-
-
-def read(answer, request, expected=EXPECTED):
-    return read_answer(answer, request, expected, server=SERVER)
-
 
 # what is sent
 
@@ -94,8 +76,8 @@ def test_what_cannot_be_asked_is_refused(params, words):
 @pytest.mark.parametrize("start", [0, 1, 4])
 def test_an_answer_is_read_to_the_last_number(start):
     request = wire_request(prompt=4, budget=3, routes_from=start)
-    raw = answer_to(request)
-    got = read(raw, request)
+    raw = said_to(request)
+    got = read_by_hand(raw, request)
     assert got.token_ids.dtype == np.int32
     assert got.token_ids.tolist() == raw["output_ids"]
     assert got.logprobs.dtype == np.float32
@@ -111,7 +93,7 @@ def test_an_answer_is_read_to_the_last_number(start):
 
 def test_one_token_has_the_rows_of_the_prompt():
     request = wire_request(prompt=5, budget=1)
-    routes = read(answer_to(request), request).routes
+    routes = read_by_hand(said_to(request), request).routes
     assert routes is not None
     assert len(routes) == 5
 
@@ -120,17 +102,17 @@ def test_one_token_has_the_rows_of_the_prompt():
 def test_another_number_of_rows_than_prompt_and_response_less_one_raises(rows):
     """BUGS 25: a prompt of 4 and a response of 3 make 6 rows."""
     request = wire_request(prompt=4, budget=3)
-    raw = answer_to(request)
+    raw = said_to(request)
     raw["meta_info"]["routed_experts"] = encode_routes(np.arange(rows * 6).reshape(rows, 3, 2) % 8)
     with pytest.raises(ServerError, match=rf"holds {rows} rows .*but 6 rows belong to these tokens"):
-        read(raw, request)
+        read_by_hand(raw, request)
 
 
 def test_a_server_that_ignores_the_start_is_told_so():
     request = wire_request(prompt=4, budget=3, routes_from=4)
-    raw = answer_to(wire_request(prompt=4, budget=3, routes_from=0))
+    raw = said_to(wire_request(prompt=4, budget=3, routes_from=0))
     with pytest.raises(ServerError, match="routed_experts_start_len was ignored"):
-        read(raw, request)
+        read_by_hand(raw, request)
 
 
 def spoil(path: str, value):
@@ -190,11 +172,11 @@ SPOILED = {
 @pytest.mark.parametrize("name", SPOILED)
 def test_what_does_not_agree_is_an_error_that_names_request_and_server(name):
     request = wire_request()
-    raw = answer_to(request)
+    raw = said_to(request)
     change, words = SPOILED[name]
     change(raw)
     with pytest.raises(ServerError, match=words) as caught:
-        read(raw, request)
+        read_by_hand(raw, request)
     assert caught.value.kind == "bad_answer"
     assert not caught.value.is_retried
     if name != "no meta":
@@ -203,175 +185,41 @@ def test_what_does_not_agree_is_an_error_that_names_request_and_server(name):
 
 
 def test_too_many_tokens_show_an_ignored_budget():
-    raw = answer_to(wire_request(budget=3))
+    raw = said_to(wire_request(budget=3))
     with pytest.raises(ServerError, match="max_new_tokens is 2: the server ignored it"):
-        read(raw, wire_request(budget=2))
+        read_by_hand(raw, wire_request(budget=2))
 
 
 def test_a_stop_token_in_the_middle_shows_ignored_stop_tokens():
-    raw = answer_to(wire_request())
+    raw = said_to(wire_request())
     request = wire_request(stop_token_ids=(raw["output_ids"][1],))
     with pytest.raises(ServerError, match="the server ignored stop_token_ids"):
-        read(raw, request)
+        read_by_hand(raw, request)
 
 
-# aborts, versions, truncation
-
-
-def aborted(request: WireRequest) -> dict:
-    raw = answer_to(request)
-    raw["meta_info"]["finish_reason"] = {"type": "abort", "message": "Aborted"}
-    return raw
-
-
-def test_the_partial_answer_of_an_abort_is_kept_with_its_routes():
-    request = wire_request()
-    got = read(aborted(request), request)
-    assert (got.finish_reason, len(got.token_ids), got.num_dropped) == ("abort", 3, 0)
-    assert got.routes is not None
-    assert len(got.routes) == 6
-
-
-@pytest.mark.parametrize("missing", ["routed_experts", "output_token_logprobs"])
-def test_tokens_of_an_abort_without_logprobs_or_routes_are_dropped_and_counted(missing):
-    request = wire_request()
-    raw = aborted(request)
-    del raw["meta_info"][missing]
-    got = read(raw, request)
-    assert (len(got.token_ids), len(got.logprobs), got.routes, got.spans) == (0, 0, None, ())
-    assert got.num_dropped == 3
-
-
-def test_wrong_routes_of_an_abort_are_an_error_all_the_same():
-    request = wire_request()
-    raw = aborted(request)
-    raw["meta_info"]["routed_experts"] = encode_routes(np.zeros((5, 3, 2)))
-    with pytest.raises(ServerError, match="but 6 rows belong"):
-        read(raw, request)
-
-
-def test_an_abort_in_the_queue_has_no_tokens_and_says_little():
-    request = wire_request()
-    meta = {"id": "a-1", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}, "weight_version": "0"}
-    got = read({"text": "", "output_ids": [], "meta_info": meta | {"completion_tokens": 0}}, request)
-    assert (got.finish_reason, len(got.token_ids)) == ("abort", 0)
-
-
-def test_an_abort_in_the_queue_has_no_masks_either():
-    """SGLang sends an empty list of logprobs then and no sampling mask; or tokens with their logprobs alone."""
-    request = wire_request(top_p=0.9)
-    meta = {"id": "a-1", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}, "weight_version": "0"}
-    meta |= {"completion_tokens": 0, "output_token_logprobs": []}
-    assert len(read({"text": "", "output_ids": [], "meta_info": meta}, request).token_ids) == 0
-    raw = aborted(request)
-    for name in ("output_token_sampling_logprobs", "output_token_sampling_mask"):
-        del raw["meta_info"][name]
-    got = read(raw, request)
-    assert (got.finish_reason, len(got.token_ids), got.num_dropped) == ("abort", 0, 3)
-
-
-def test_an_end_token_drawn_in_the_step_that_aborts_is_the_end():
-    """The last forward of an aborted request looks at no stop (schedule_batch.py, `update_finish_state`)."""
-    free = wire_request(budget=5)
-    last = answer_to(free)["output_ids"][-1]
-    request = wire_request(budget=5, stop_token_ids=(last,))
-    raw = answer_to(free)
-    raw["meta_info"]["finish_reason"] = {"type": "abort", "message": "Aborted"}
-    got = read(raw, request)
-    assert (got.finish_reason, len(got.token_ids), got.num_dropped) == ("stop", 5, 0)
-    raw["meta_info"]["finish_reason"] = {"type": "length", "length": 5}
-    assert read(raw, request).finish_reason == "length"
-
-
-@pytest.mark.parametrize(("stop", "kept"), [(("ab",), 3), (("a", "long"), 1), (("é",), 3), (("longer than it",), 0)])
-@pytest.mark.parametrize("truncated", [{}, {"top_p": 0.9}])
-def test_of_an_abort_the_tokens_in_which_a_stop_string_may_stand_are_sampled_anew(stop, kept, truncated):
-    """The request that goes on looks for it in its own tokens alone."""
-    request = wire_request(prompt=4, budget=5, stop_strings=stop, **truncated)
-    whole, got = read(answer_to(request), request), read(aborted(request), request)
-    assert (got.finish_reason, len(got.token_ids), got.num_dropped) == ("abort", kept, 5 - kept)
-    assert got.token_ids.tolist() == whole.token_ids[:kept].tolist()
-    assert got.logprobs.tolist() == whole.logprobs[:kept].tolist()
-    assert got.spans == (((0, kept, 0),) if kept else ())
-    assert got.routes is not None
-    assert got.routes.tolist() == whole.routes[: 4 + kept - 1 - request.routes_from].tolist()
-    if truncated:
-        assert got.support.offsets.tolist() == whole.support.offsets[: kept + 1].tolist()
-        assert len(got.support.ids) == got.support.offsets[-1]
-
-
-@pytest.mark.parametrize(("kept", "true_from"), [(4, 5), (1, 4)])
-def test_rows_that_newer_weights_made_again_stay_so_where_tokens_are_dropped(kept, true_from):
-    """Of one token none is left that the new policy drew: all four rows are of its making, and not the sampler's."""
-    request = wire_request(prompt=4, budget=5, stop_strings=("x" * (5 - kept),))
-    raw = aborted(request)
-    raw["meta_info"] |= {
-        "num_retractions": 1,
-        "weight_version": "1",
-        "weight_versions": [{"version": "0", "start": 0, "end": 2}, {"version": "1", "start": 2, "end": 5}],
-    }
-    got = read(raw, request)
-    assert (len(got.token_ids), got.true_from) == (kept, true_from)
-    assert got.spans == (((0, 2, 0), (2, 4, 1)) if kept == 4 else ((0, 1, 0),))
-
-
-@pytest.mark.parametrize(("status", "kind"), [(400, "refused"), (429, "busy"), (500, "broken"), (503, "busy")])
-def test_an_abort_by_the_servers_own_fault_is_that_fault(status, kind):
-    request = wire_request()
-    raw = aborted(request)
-    raw["meta_info"]["finish_reason"] |= {"status_code": status, "message": "out of memory"}
-    with pytest.raises(ServerError, match=f"ended with status {status}: out of memory") as caught:
-        read(raw, request)
-    assert caught.value.kind == kind
-
-
-def test_spans_say_which_policy_sampled_which_token():
-    request = wire_request(budget=5)
-    raw = answer_to(request)
-    raw["meta_info"] |= {
-        "weight_version": "4",
-        "weight_versions": [{"version": "default", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}],
-    }
-    got = read(raw, request)
-    assert got.spans == ((0, 2, 0), (2, 5, 4))
-    assert got.true_from == 0
-
-
-def test_after_a_retraction_over_an_update_old_rows_are_not_the_sampling_policys():
-    """Pitfall 21: rows of the earlier span were computed again by the new weights."""
-    request = wire_request(prompt=4, budget=5)
-    raw = answer_to(request)
-    raw["meta_info"] |= {
-        "num_retractions": 1,
-        "weight_version": "1",
-        "weight_versions": [{"version": "0", "start": 0, "end": 2}, {"version": "1", "start": 2, "end": 5}],
-    }
-    got = read(raw, request)
-    assert got.true_from == 4 + 2 - 1  # the row that predicts the first token of the new policy
-    raw["meta_info"]["weight_versions"] = [{"version": "1", "start": 0, "end": 5}]
-    assert read(raw, request).true_from == 0  # memory alone: the same weights made them again
+# versions, truncation
 
 
 def test_without_spans_the_one_version_counts():
     request = wire_request()
-    raw = answer_to(request)
+    raw = said_to(request)
     del raw["meta_info"]["weight_versions"]
-    assert read(raw, request).spans == ((0, 3, 0),)
+    assert read_by_hand(raw, request).spans == ((0, 3, 0),)
     del raw["meta_info"]["weight_version"]
     with pytest.raises(ServerError, match="which policy sampled these tokens is not known"):
-        read(raw, request)
+        read_by_hand(raw, request)
 
 
 def test_a_label_that_nobody_published_is_an_error():
     request = wire_request()
     with pytest.raises(ServerError, match="weight version 'default' is none that was published"):
-        read(answer_to(request), request, Expected(LAYOUT, 320))
+        read_by_hand(said_to(request), request, Expected(LAYOUT, 320))
 
 
 def test_truncated_sampling_takes_the_behaviour_logprobs_and_the_support():
     request = wire_request(top_p=0.9)
-    raw = answer_to(request)
-    got = read(raw, request)
+    raw = said_to(request)
+    got = read_by_hand(raw, request)
     np.testing.assert_allclose(got.logprobs, raw["meta_info"]["output_token_sampling_logprobs"], rtol=1e-6)
     assert got.support is not None
     assert got.support.offsets.tolist() == [0, 2, 4, 6]
@@ -382,22 +230,22 @@ def test_truncated_sampling_takes_the_behaviour_logprobs_and_the_support():
 @pytest.mark.parametrize("missing", ["output_token_sampling_logprobs", "output_token_sampling_mask"])
 def test_a_server_without_sampling_masks_is_found_out(missing):
     request = wire_request(top_k=5)
-    raw = answer_to(request)
+    raw = said_to(request)
     del raw["meta_info"][missing]
     with pytest.raises(ServerError, match=missing):
-        read(raw, request)
+        read_by_hand(raw, request)
 
 
 def test_the_likeliest_tokens_are_read_where_they_were_asked_for():
     request = wire_request(top_logprobs=4)
-    raw = answer_to(request)
-    top = read(raw, request).top_logprobs
+    raw = said_to(request)
+    top = read_by_hand(raw, request).top_logprobs
     assert top is not None
     assert top.ids.shape == top.logprobs.shape == (3, 4)
     assert top.ids[:, 0].tolist() == raw["output_ids"]
     del raw["meta_info"]["output_top_logprobs"]
     with pytest.raises(ServerError, match="ignored top_logprobs_num"):
-        read(raw, request)
+        read_by_hand(raw, request)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +263,7 @@ def test_the_likeliest_tokens_are_read_where_they_were_asked_for():
 )
 def test_a_malformed_step_names_the_request_and_the_server(params, key, value, words):
     request = wire_request(**params)
-    raw = answer_to(request)
+    raw = said_to(request)
     raw["meta_info"][key][1] = value
     with pytest.raises(ServerError, match=words) as caught:
         read_answer(raw, request, EXPECTED, server="http://one")
@@ -434,16 +282,16 @@ def test_a_malformed_step_names_the_request_and_the_server(params, key, value, w
 )
 def test_counts_and_labels_that_are_none_are_a_bad_answer(key, value, words):
     request = wire_request()
-    raw = answer_to(request)
+    raw = said_to(request)
     raw["meta_info"][key] = value
     with pytest.raises(ServerError, match=words):
-        read(raw, request)
+        read_by_hand(raw, request)
 
 
 def test_reading_changes_nothing():
     request = wire_request(top_p=0.5)
-    raw = answer_to(request)
+    raw = said_to(request)
     before = copy.deepcopy(raw)
-    read(raw, request)
+    read_by_hand(raw, request)
     assert raw == before
     assert base64.b64decode(raw["meta_info"]["routed_experts"])
