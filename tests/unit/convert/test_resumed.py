@@ -1,0 +1,51 @@
+"""A conversion that goes on after a failure or a kill makes what an undisturbed one would have made."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny_models import save_model
+
+from moerl.convert.building import Building
+from moerl.convert.compare import compare_weights
+from moerl.convert.imports import Options, import_checkpoint
+from moerl.convert.layouts import Layout
+from moerl.convert.places import find
+
+SMALL = Options(max_file_bytes=16_000)
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the code catches it."""
+
+
+def stop_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next conversion is killed once it has made `count` files."""
+    make, made = Building._make, []
+
+    def limited(self, number, *rest):
+        if len(made) == count:
+            raise Killed
+        made.append(number)
+        return make(self, number, *rest)
+
+    monkeypatch.setattr(Building, "_make", limited)
+
+
+def test_a_corrected_configuration_starts_anew(tmp_path, monkeypatch):
+    """The same files of weights under other numbers of heads are cut otherwise, into tensors of the same shapes."""
+    hf = save_model(tmp_path / "hf", "mixtral")
+    right = json.loads((hf / "config.json").read_text())
+    size = right.get("head_dim") or right["hidden_size"] // right["num_attention_heads"]
+    heads = {name: 2 * right[name] for name in ("num_attention_heads", "num_key_value_heads")}
+    (hf / "config.json").write_text(json.dumps({**right, **heads, "head_dim": size // 2}))
+    with monkeypatch.context() as patch:
+        stop_after(6, patch)
+        with pytest.raises(Killed):
+            import_checkpoint(find(hf), tmp_path / "out", Layout(), SMALL)
+    (hf / "config.json").write_text(json.dumps(right))
+    built = import_checkpoint(find(hf), tmp_path / "out", Layout(), SMALL)
+    assert built is not None
+    assert built.num_resumed == 0
+    assert not compare_weights(find(hf), find(tmp_path / "out")).differences
