@@ -173,6 +173,7 @@ class Building:
                     self._mark()
                     return None
                 built = self._gathered(resumed, started, threads)
+                self._remove_strays()
                 finish(self._folder, built)
                 for path in self._folder.iterdir():
                     sync(path)
@@ -248,6 +249,13 @@ class Building:
                 f"{self.out} needs {needed / 1e9:.2f} GB more, and its disk has {free / 1e9:.2f} GB free; free some, "
                 "choose another disk or a smaller --dtype"
             )
+
+    def _remove_strays(self) -> None:
+        """What an earlier `finish` wrote would be taken for part of the folder by the next one."""
+        planned = {file.name for file in self._files}
+        for path in list(self._folder.iterdir()):
+            if path.name not in planned:
+                _remove(path)
 
     def _make_own(self, make: Callable[[int], Iterator[Tensor]], threads: int, show: Show | None) -> None:
         world = self._world
@@ -348,6 +356,14 @@ def _write(path: Path, text: str) -> None:
     fresh = path.with_suffix(".new")
     fresh.write_text(text)
     fresh.rename(path)
+
+
+def _remove(path: Path) -> None:
+    """A folder with what is in it; of a link the link itself."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _wait_for(is_true: Callable[[], bool], what: str) -> None:

@@ -7,11 +7,14 @@ import json
 import pytest
 from tiny_models import save_model
 
+from moerl.convert import building
 from moerl.convert.building import Building
 from moerl.convert.compare import compare_weights
 from moerl.convert.imports import Options, import_checkpoint
+from moerl.convert.inspection import refuse_damage
 from moerl.convert.layouts import Layout
 from moerl.convert.places import find
+from moerl.errors import CheckpointError
 
 SMALL = Options(max_file_bytes=16_000)
 
@@ -49,3 +52,24 @@ def test_a_corrected_configuration_starts_anew(tmp_path, monkeypatch):
     assert built is not None
     assert built.num_resumed == 0
     assert not compare_weights(find(hf), find(tmp_path / "out")).differences
+
+
+def refuse(*_) -> None:
+    raise OSError(16, "Device or resource busy")
+
+
+def test_what_an_earlier_end_wrote_is_no_part_of_the_folder(tmp_path, monkeypatch):
+    """Neither its manifest nor settings that the source has no more."""
+    hf = save_model(tmp_path / "hf", "softmax")
+    (hf / "chat_template.jinja").write_text("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(building, "put_in_place", refuse)
+        with pytest.raises(CheckpointError, match="Device or resource busy"):
+            import_checkpoint(find(hf), tmp_path / "out", Layout(), SMALL)
+    (hf / "chat_template.jinja").unlink()
+    built = import_checkpoint(find(hf), tmp_path / "out", Layout(), SMALL)
+    assert built is not None
+    assert built.num_resumed == len(built.sums)
+    assert not (tmp_path / "out" / "chat_template.jinja").exists()
+    assert "manifest.json" not in json.loads((tmp_path / "out" / "manifest.json").read_text())["files"]
+    refuse_damage(find(tmp_path / "out"), 1)
