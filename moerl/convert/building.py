@@ -8,6 +8,7 @@ others write nothing before the first one, which holds the lock, has named their
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -179,6 +180,7 @@ class Building:
                     sync(path)
                 sync(self._folder)
                 put_in_place(self._folder, self.out)
+                self._remove_set_aside()
                 shutil.rmtree(self._root, ignore_errors=True)
         except OSError as error:
             raise CheckpointError(
@@ -204,6 +206,7 @@ class Building:
             raise ConfigError(
                 f"another process is converting into {self.out}; wait for it or choose another target"
             ) from error
+        self._remove_set_aside()
         (self._root / CLAIM).unlink(missing_ok=True)
         shutil.rmtree(self._root / SEEN, ignore_errors=True)
         (self._root / SEEN).mkdir()
@@ -231,8 +234,12 @@ class Building:
             self._refuse_small_disk()
             _write(path, self._plan)
         else:
-            for half in self._folder.glob(".*.part"):  # of a process that was killed
+            self._folder.mkdir(exist_ok=True)  # a process that was killed may have put it in place already
+            for half in self._folder.glob(".*.part"):
                 half.unlink()
+            for i in range(len(self._files)):
+                if self._note(i) is None:
+                    (self._root / "notes" / f"{i}.json").unlink(missing_ok=True)
             self._refuse_small_disk()
         _write(claim, self._world.launch)
 
@@ -249,6 +256,12 @@ class Building:
                 f"{self.out} needs {needed / 1e9:.2f} GB more, and its disk has {free / 1e9:.2f} GB free; free some, "
                 "choose another disk or a smaller --dtype"
             )
+
+    def _remove_set_aside(self) -> None:
+        """Older targets that a process was killed over; while there is no target, they are all that is left of it."""
+        for path in self.out.parent.glob(f".{glob.escape(self.out.name)}.old-*") if os.path.lexists(self.out) else ():
+            if path.name.rpartition("-")[2].isdecimal():  # not the work on a target whose name goes on so
+                _remove(path)
 
     def _remove_strays(self) -> None:
         """What an earlier `finish` wrote would be taken for part of the folder by the next one."""

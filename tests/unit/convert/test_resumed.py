@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from tiny_models import save_model
@@ -73,3 +75,25 @@ def test_what_an_earlier_end_wrote_is_no_part_of_the_folder(tmp_path, monkeypatc
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
     assert "manifest.json" not in json.loads((tmp_path / "out" / "manifest.json").read_text())["files"]
     refuse_damage(find(tmp_path / "out"), 1)
+
+
+def test_a_kill_after_the_folder_went_into_place_is_gone_on_from(tmp_path, monkeypatch):
+    """The old target is set aside and the new one there; work on a target of a name like that is left alone."""
+    hf, out = save_model(tmp_path / "hf", "softmax"), tmp_path / "o[u]t"
+    import_checkpoint(find(hf), out, Layout(), SMALL)
+    replacing = dataclasses.replace(SMALL, overwrite=True)
+
+    def killed_halfway(made: Path, target: Path) -> None:
+        target.rename(target.with_name(f".{target.name}.old-123"))
+        made.rename(target)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(building, "put_in_place", killed_halfway)
+        with pytest.raises(Killed):
+            import_checkpoint(find(hf), out, Layout(), replacing)
+    others = tmp_path / ".o[u]t.old-1.converting"
+    others.mkdir()
+    import_checkpoint(find(hf), out, Layout(), replacing)
+    refuse_damage(find(out), 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["hf", others.name, out.name])
