@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,9 +135,10 @@ class _Parts:
 
 
 def refuse_same_folder(place: Place, out: Path) -> None:
-    """Raises ConfigError where the target is, or lies around or inside, what is read."""
-    target = out.absolute()
-    for folder in {place.weights.absolute(), place.settings.absolute(), place.path.absolute()}:
+    """Raises ConfigError where the target is, or lies around or inside, what is read, by whatever links it is named."""
+    plain = Path(os.path.normpath(out.absolute()))  # as `Building` has it; a target that is a link is replaced itself
+    target = Path(os.path.realpath(plain.parent)) / plain.name
+    for folder in {Path(os.path.realpath(path)) for path in (place.weights, place.settings, place.path)}:
         if target == folder or target in folder.parents or folder in target.parents:
             raise ConfigError(f"{out} and {folder} lie inside one another; choose a target outside of what is read")
 
