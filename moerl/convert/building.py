@@ -179,6 +179,7 @@ class Building:
                 for path in self._folder.iterdir():
                     sync(path)
                 sync(self._folder)
+                self._refuse_target()  # it may have come in the meantime
                 put_in_place(self._folder, self.out)
                 self._remove_set_aside()
                 shutil.rmtree(self._root, ignore_errors=True)
@@ -195,8 +196,7 @@ class Building:
         if self._world.rank:
             yield
             return
-        if os.path.lexists(self.out) and not self._overwrite:
-            raise ConfigError(f"{self.out} exists and is left as it is; choose another target, or give --overwrite")
+        self._refuse_target()
         self._root.mkdir(parents=True, exist_ok=True)
         handle = os.open(self._root / "lock", os.O_CREAT | os.O_RDWR, 0o644)
         try:
@@ -216,6 +216,10 @@ class Building:
             if not any((self._root / "notes").glob("*.json")):  # nothing that a later start could use
                 shutil.rmtree(self._root, ignore_errors=True)
             os.close(handle)
+
+    def _refuse_target(self) -> None:
+        if os.path.lexists(self.out) and not self._overwrite:
+            raise ConfigError(f"{self.out} exists and is left as it is; choose another target, or give --overwrite")
 
     def _prepare(self) -> None:
         path, claim = self._root / PLAN, self._root / CLAIM
