@@ -17,7 +17,7 @@ from torch import Tensor
 from moerl.convert.building import Building, Built, PlannedFile, Show, planned_files
 from moerl.convert.layouts import Layout, pieces_by_rank
 from moerl.convert.places import Place
-from moerl.convert.precision import cast, check_stacked, dtype_of
+from moerl.convert.precision import cast, check_stacked, check_written, dtype_of
 from moerl.errors import ConfigError
 from moerl.manifest import sums_of, write_manifest
 from moerl.models.carried import Carried, carried_file, carried_record, kinds_of, write_carried_index
@@ -74,6 +74,7 @@ def import_checkpoint(
     rules = place.family.weight_rules(place.hf)
     ranks = list(pieces_by_rank(rules, layout))
     dtypes = {rule.megatron_name: dtype_of(rule, source, options.dtype) for rule in rules}
+    check_written(dtypes)
     check_stacked((piece.key, piece.rule, dtypes[piece.rule.megatron_name]) for held in ranks for piece in held)
     files: list[PlannedFile] = []
     contents: list[Sequence[Piece]] = []
