@@ -44,6 +44,7 @@ DESPITE = "use another copy, or --skip-checksums to read it all the same"
 """What to do about a damaged source."""
 PATIENCE_SECONDS = 1800.0
 """How long the first process waits without any file of another one becoming whole."""
+PLAN_SECONDS = math.inf  # the first may hash its source for hours before; where it fails, the launcher ends the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +228,7 @@ class Building:
             _wait_for(
                 lambda: (_text(claim), _text(path)) == (self._world.launch, self._plan),
                 f"the first process to plan {self.out}",
+                PLAN_SECONDS,
             )
             self._mark()
             return
@@ -241,9 +243,8 @@ class Building:
             self._folder.mkdir(exist_ok=True)  # a process that was killed may have put it in place already
             for half in self._folder.glob(".*.part"):
                 half.unlink()
-            for i in range(len(self._files)):
-                if self._note(i) is None:
-                    (self._root / "notes" / f"{i}.json").unlink(missing_ok=True)
+            for i in (i for i in range(len(self._files)) if self._note(i) is None):
+                (self._root / "notes" / f"{i}.json").unlink(missing_ok=True)
             self._refuse_small_disk()
         _write(claim, self._world.launch)
 
@@ -383,13 +384,12 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _wait_for(is_true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def _wait_for(is_true: Callable[[], bool], what: str, seconds: float | None = None) -> None:
+    seconds = PATIENCE_SECONDS if seconds is None else seconds
+    deadline = time.monotonic() + seconds
     while not is_true():
         if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"waited {PATIENCE_SECONDS:.0f} s for {what}; see what the others say, and start again"
-            )
+            raise CheckpointError(f"waited {seconds:.0f} s for {what}; see what the others say, and start again")
         time.sleep(0.02)
 
 
