@@ -24,7 +24,14 @@ from moerl.tensor_file import TensorFile
 
 FORMAT = 2
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int64": torch.int64}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int64": torch.int64,
+}
+"""What a reader knows; nothing else may be written."""
 
 Box = tuple[int, ...]
 """Offsets, or sizes, along every axis of a whole tensor."""
@@ -141,7 +148,7 @@ class ShardReader:
         """By name."""
         for rank, described in enumerate(self.ranks):
             for name, tensor in described.pop("tensors").items():
-                shape, dtype = tuple(tensor["shape"]), _DTYPES.get(tensor["dtype"])
+                shape, dtype = tuple(tensor["shape"]), DTYPES.get(tensor["dtype"])
                 if dtype is None:
                     raise CheckpointError(f"{folder}: {name} has the unknown dtype {tensor['dtype']!r}; it is damaged")
                 entry = self.entries.setdefault(name, Entry(shape, dtype))

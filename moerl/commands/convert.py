@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-unmapped",
         action="append",
+        type=pattern,
         default=[],
         metavar="PATTERN",
         help="regular expression of tensors to leave out",
@@ -127,11 +129,26 @@ def num_bytes(text: str) -> int:
     number = text.removesuffix(unit).strip()
     try:
         size = round(float(number) * SIZE_UNITS.get(unit, 1))
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter of `inf`
         size = 0
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MiB or a number of bytes")
     return size
+
+
+def pattern(text: str) -> str:
+    """A regular expression.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no regular expression ({error}); write a backslash before a character that stands for itself"
+        ) from error
+    return text
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ others write nothing before the first one, which holds the lock, has named their
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -43,6 +44,7 @@ DESPITE = "use another copy, or --skip-checksums to read it all the same"
 """What to do about a damaged source."""
 PATIENCE_SECONDS = 1800.0
 """How long the first process waits without any file of another one becoming whole."""
+PLAN_SECONDS = math.inf  # the first may hash its source for hours before; where it fails, the launcher ends the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +175,14 @@ class Building:
                     self._mark()
                     return None
                 built = self._gathered(resumed, started, threads)
+                self._remove_strays()
                 finish(self._folder, built)
                 for path in self._folder.iterdir():
                     sync(path)
                 sync(self._folder)
+                self._refuse_target()  # it may have come in the meantime
                 put_in_place(self._folder, self.out)
+                self._remove_set_aside()
                 shutil.rmtree(self._root, ignore_errors=True)
         except OSError as error:
             raise CheckpointError(
@@ -192,8 +197,7 @@ class Building:
         if self._world.rank:
             yield
             return
-        if os.path.lexists(self.out) and not self._overwrite:
-            raise ConfigError(f"{self.out} exists and is left as it is; choose another target, or give --overwrite")
+        self._refuse_target()
         self._root.mkdir(parents=True, exist_ok=True)
         handle = os.open(self._root / "lock", os.O_CREAT | os.O_RDWR, 0o644)
         try:
@@ -203,6 +207,7 @@ class Building:
             raise ConfigError(
                 f"another process is converting into {self.out}; wait for it or choose another target"
             ) from error
+        self._remove_set_aside()
         (self._root / CLAIM).unlink(missing_ok=True)
         shutil.rmtree(self._root / SEEN, ignore_errors=True)
         (self._root / SEEN).mkdir()
@@ -213,12 +218,17 @@ class Building:
                 shutil.rmtree(self._root, ignore_errors=True)
             os.close(handle)
 
+    def _refuse_target(self) -> None:
+        if os.path.lexists(self.out) and not self._overwrite:
+            raise ConfigError(f"{self.out} exists and is left as it is; choose another target, or give --overwrite")
+
     def _prepare(self) -> None:
         path, claim = self._root / PLAN, self._root / CLAIM
         if self._world.rank:
             _wait_for(
                 lambda: (_text(claim), _text(path)) == (self._world.launch, self._plan),
                 f"the first process to plan {self.out}",
+                PLAN_SECONDS,
             )
             self._mark()
             return
@@ -230,8 +240,11 @@ class Building:
             self._refuse_small_disk()
             _write(path, self._plan)
         else:
-            for half in self._folder.glob(".*.part"):  # of a process that was killed
+            self._folder.mkdir(exist_ok=True)  # a process that was killed may have put it in place already
+            for half in self._folder.glob(".*.part"):
                 half.unlink()
+            for i in (i for i in range(len(self._files)) if self._note(i) is None):
+                (self._root / "notes" / f"{i}.json").unlink(missing_ok=True)
             self._refuse_small_disk()
         _write(claim, self._world.launch)
 
@@ -248,6 +261,19 @@ class Building:
                 f"{self.out} needs {needed / 1e9:.2f} GB more, and its disk has {free / 1e9:.2f} GB free; free some, "
                 "choose another disk or a smaller --dtype"
             )
+
+    def _remove_set_aside(self) -> None:
+        """Older targets that a process was killed over; while there is no target, they are all that is left of it."""
+        for path in self.out.parent.glob(f".{glob.escape(self.out.name)}.old-*") if os.path.lexists(self.out) else ():
+            if path.name.rpartition("-")[2].isdecimal():  # not the work on a target whose name goes on so
+                _remove(path)
+
+    def _remove_strays(self) -> None:
+        """What an earlier `finish` wrote would be taken for part of the folder by the next one."""
+        planned = {file.name for file in self._files}
+        for path in list(self._folder.iterdir()):
+            if path.name not in planned:
+                _remove(path)
 
     def _make_own(self, make: Callable[[int], Iterator[Tensor]], threads: int, show: Show | None) -> None:
         world = self._world
@@ -350,13 +376,20 @@ def _write(path: Path, text: str) -> None:
     fresh.rename(path)
 
 
-def _wait_for(is_true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def _remove(path: Path) -> None:
+    """A folder with what is in it; of a link the link itself."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _wait_for(is_true: Callable[[], bool], what: str, seconds: float | None = None) -> None:
+    seconds = PATIENCE_SECONDS if seconds is None else seconds
+    deadline = time.monotonic() + seconds
     while not is_true():
         if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"waited {PATIENCE_SECONDS:.0f} s for {what}; see what the others say, and start again"
-            )
+            raise CheckpointError(f"waited {seconds:.0f} s for {what}; see what the others say, and start again")
         time.sleep(0.02)
 
 

@@ -21,6 +21,10 @@ MAX_LOGITS = 1 << 24
 """Logits of each model that exist at a time: 64 MiB."""
 
 
+STRIP_VALUES = 2**22
+"""Values of two tensors that are compared at a time."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """One way in which two models differ."""
@@ -159,13 +163,22 @@ def _difference(name: str, first: WeightSource, second: WeightSource) -> Differe
     a, b = first.get(name), second.get(name)
     if a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
         return None
-    gap = (a.double() - b.double()).abs()
-    number = int((~((gap == 0) | (a.double().isnan() & b.double().isnan()))).sum())
+    number, largest = _gaps(a.reshape(-1), b.reshape(-1))
     types = "" if a.dtype == b.dtype else f"{_word(a)} and {_word(b)}: "
     if not number:
         return Difference(name, f"{types}equal values" if types else "equal values, other bits (zeros or NaNs)")
-    largest = float(gap.nan_to_num(torch.inf).max())
     return Difference(name, f"{types}{number} of {a.numel()} values differ, by up to {largest:.3g}")
+
+
+def _gaps(a: Tensor, b: Tensor) -> tuple[int, float]:
+    """Values that differ, and by how much at most; in strips, since float64 of all would take many times the tensor."""
+    number, largest = 0, 0.0
+    for some, others in zip(a.split(STRIP_VALUES), b.split(STRIP_VALUES), strict=True):
+        x, y = some.double(), others.double()
+        gap = (x - y).abs()
+        number += int((~((gap == 0) | (x.isnan() & y.isnan()))).sum())
+        largest = max(largest, float(gap.nan_to_num(torch.inf).max())) if len(gap) else largest
+    return number, largest
 
 
 def _bits(tensor: Tensor) -> Tensor:

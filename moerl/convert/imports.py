@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 from moerl.convert.building import Building, Built, PlannedFile, Show, planned_files
 from moerl.convert.layouts import Layout, pieces_by_rank
 from moerl.convert.places import Place
-from moerl.convert.precision import cast, check_stacked, dtype_of
+from moerl.convert.precision import cast, check_stacked, check_written, dtype_of
 from moerl.errors import ConfigError
 from moerl.manifest import sums_of, write_manifest
 from moerl.models.carried import Carried, carried_file, carried_record, kinds_of, write_carried_index
@@ -73,6 +74,7 @@ def import_checkpoint(
     rules = place.family.weight_rules(place.hf)
     ranks = list(pieces_by_rank(rules, layout))
     dtypes = {rule.megatron_name: dtype_of(rule, source, options.dtype) for rule in rules}
+    check_written(dtypes)
     check_stacked((piece.key, piece.rule, dtypes[piece.rule.megatron_name]) for held in ranks for piece in held)
     files: list[PlannedFile] = []
     contents: list[Sequence[Piece]] = []
@@ -134,9 +136,10 @@ class _Parts:
 
 
 def refuse_same_folder(place: Place, out: Path) -> None:
-    """Raises ConfigError where the target is, or lies around or inside, what is read."""
-    target = out.absolute()
-    for folder in {place.weights.absolute(), place.settings.absolute(), place.path.absolute()}:
+    """Raises ConfigError where the target is, or lies around or inside, what is read, by whatever links it is named."""
+    plain = Path(os.path.normpath(out.absolute()))  # as `Building` has it; a target that is a link is replaced itself
+    target = Path(os.path.realpath(plain.parent)) / plain.name
+    for folder in {Path(os.path.realpath(path)) for path in (place.weights, place.settings, place.path)}:
         if target == folder or target in folder.parents or folder in target.parents:
             raise ConfigError(f"{out} and {folder} lie inside one another; choose a target outside of what is read")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -112,7 +114,8 @@ class Place:
         others = self.carried().files if self.form == "run" else ()
         stats = [(path.name, path.stat()) for path in (*self.files(), *others)]
         files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-        return {"path": str(self.weights.absolute()), "files": files}
+        config = hashlib.sha256(json.dumps(self.hf, sort_keys=True).encode()).hexdigest()  # decides how they are cut
+        return {"path": str(self.weights.absolute()), "files": files, "config": config}
 
 
 def find(path: str | Path, *, settings: str | Path | None = None, family: str = "auto") -> Place:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from moerl.convert.building import num_not_finite
 from moerl.errors import CheckpointError, ConfigError
 from moerl.models.hf_folder import WeightSource
 from moerl.models.rules import Rule
+from moerl.shards import DTYPES
 
 WORDS = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """What `--dtype` may be."""
@@ -79,6 +80,20 @@ def check_stacked(dtypes: Iterable[tuple[str, Rule, torch.dtype]]) -> None:
         first, expected = seen.setdefault(key, (rule, dtype))
         if dtype != expected:
             _refuse_mixed(key, {first.hf_names[0]: expected, rule.hf_names[0]: dtype})
+
+
+def check_written(dtypes: Mapping[str, torch.dtype]) -> None:
+    """`dtypes`: parameter -> type that it would have in a sharded checkpoint.
+
+    Raises:
+        ConfigError: a type that no reader of one knows.
+    """
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES.values():
+            raise ConfigError(
+                f"{name} would be written as {str(dtype).removeprefix('torch.')}; a sharded checkpoint has "
+                f"{', '.join(DTYPES)} only, so choose one with --dtype"
+            )
 
 
 def _refuse_mixed(what: str, found: dict[str, torch.dtype]) -> None:

@@ -129,6 +129,11 @@ class HFFolder:
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map; write the index again or download it anew")
+        odd = sorted(name for name, file in weight_map.items() if not isinstance(file, str))
+        if odd:
+            raise CheckpointError(
+                f"{index}: weight_map has no file name for {shorten(odd)}; write the index again or download it anew"
+            )
         missing = sorted({file for file in weight_map.values() if not (self.folder / file).is_file()})
         if missing:
             raise CheckpointError(

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moerl.errors import CheckpointError
 from moerl.models.family import HFConfig, ModelFamily
 from moerl.models.hf_folder import HFFolder, WeightSource
 from moerl.models.quantised import plain_source
@@ -192,12 +193,14 @@ def open_weights(folder: Path, family: ModelFamily, hf: HFConfig, *, shards: Pat
 
     Quantised ones are shown as plain ones (`moerl.models.quantised`).
 
-    `shards`: where the shards lie, where that is another folder.
+    `shards`: where the shards lie, where that is another folder; the weights in `folder` are then never meant.
 
     Raises:
         CheckpointError: no weights, damaged ones, or quantised ones without their scales.
     """
-    shards = folder if shards is None else shards
+    wanted, shards = shards, folder if shards is None else shards
     if has_shards(shards):
         return ShardedFolder(shards, family.weight_rules(hf))
+    if wanted is not None and wanted != folder:  # `folder` has the model that a run began from, not what it learned
+        raise CheckpointError(f"{wanted} holds no rank_00000.json, so the checkpoint is incomplete; use another one")
     return plain_source(HFFolder(folder), hf)

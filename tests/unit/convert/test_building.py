@@ -181,8 +181,21 @@ def test_a_process_without_a_file_to_make_may_come_last(tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".out*"))
 
 
+def test_a_first_process_that_checks_its_source_for_long_is_waited_for(tmp_path, monkeypatch):
+    work = Slowly(2)
+    first, second = (Building(tmp_path / "out", work.files, {}, world=World(rank, 2)) for rank in range(2))
+    with ThreadPoolExecutor() as pool:
+        monkeypatch.setattr(building, "PATIENCE_SECONDS", 0.2)
+        waiting = pool.submit(second.build, work.make, lambda *_: None)
+        time.sleep(0.6)
+        assert not waiting.done()
+        monkeypatch.setattr(building, "PATIENCE_SECONDS", 30.0)
+        assert first.build(work.make, lambda *_: None) is not None
+        assert waiting.result(20) is None
+
+
 def test_processes_of_another_launch_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(building, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(building, "PLAN_SECONDS", 1.0)
     work, other = Slowly(2), Slowly(2)
     halfway, go_on = threading.Event(), threading.Event()
 

@@ -95,3 +95,17 @@ def test_what_is_not_finite_is_counted():
     assert num_not_finite(torch.tensor([1.0, torch.inf, -torch.inf, torch.nan])) == 3
     assert num_not_finite(torch.full((9,), 3e38)) == 0  # their sum is infinite, none of them is
     assert num_not_finite(torch.tensor([1, 2])) == num_not_finite(torch.empty(0)) == 0
+
+
+def test_float64_comes_back(folder, tmp_path):
+    edit(folder, lambda tensors: tensors.update({name: tensor.double() for name, tensor in tensors.items()}))
+    before, after = load_file(folder / "model.safetensors"), there_and_back(folder, tmp_path)
+    assert {tensor.dtype for tensor in after.values()} == {torch.float64}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_type_that_no_reader_of_shards_knows_is_refused_before_anything_is_written(folder, tmp_path):
+    edit(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.int32)}))
+    with pytest.raises(ConfigError, match=r"output_layer\.weight would be written as int32; .* one with --dtype"):
+        import_checkpoint(find(folder), tmp_path / "shards", Layout(), Options())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]

@@ -53,6 +53,12 @@ def test_no_weights(tmp_path):
         HFFolder(tmp_path)
 
 
+def test_an_index_with_something_else_than_file_names(tmp_path):
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": 5, "b": ["one.safetensors"]}}))
+    with pytest.raises(CheckpointError, match=r"index\.json: weight_map has no file name for a, b; write the index"):
+        HFFolder(tmp_path)
+
+
 def test_missing_shard(tmp_path):
     write_sharded(tmp_path)
     (tmp_path / "two.safetensors").unlink()
