@@ -159,7 +159,7 @@ class _CuratedRollouts:
     def state_dict(self) -> dict[str, Any]:
         """The inner buffer's, the pass rates, and what is left out."""
         own = {"pass_rates": self._curriculum.rates.state_dict(), "refilter": self._curriculum.refilter.state_dict()}
-        return {**self._inner.state_dict(), **own}
+        return {**self._inner.state_dict(), **own, "curriculum_step": self._curriculum.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them.
@@ -175,3 +175,4 @@ class _CuratedRollouts:
         self._inner.load_state_dict(state)
         self._curriculum.rates.load_state_dict(state["pass_rates"])
         self._curriculum.refilter.load_state_dict(state["refilter"])
+        self._curriculum.step = int(state.get("curriculum_step", 0))  # what is due, for prompts that are drawn ahead

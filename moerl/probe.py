@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,16 @@ def probe_samples(groups: Sequence[RolloutGroup]) -> list[Sample]:
     """The probe's sequences, of answers that may have any reward."""
     trajectories = [t for group in groups for t in group.trajectories if t.status == "ok" and t.loss_mask.any()]
     return [_probe_sample(i, t.token_ids, t.loss_mask) for i, t in enumerate(trajectories)]
+
+
+def at_least(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """`samples`, and up to `count` copies of the first without a live token, which nobody looks at.
+
+    The stages of an interleaved pipeline need as many micro-batches.
+    """
+    blank = np.zeros_like(samples[0].loss_mask)
+    missing = range(len(samples), count)
+    return [*samples, *(replace(samples[0], sample_id=i, group_id=i, loss_mask=blank) for i in missing)]
 
 
 def _fitting(samples: Sequence[Sample], seen: RouterStats) -> int:

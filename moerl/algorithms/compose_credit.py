@@ -69,6 +69,12 @@ def coefficients(axes: Axes) -> Iterator[str]:
                     f"algorithm.kl.place is 'reward' with algorithm.kl.{name}: a reward has no gradient to choose; set "
                     f"algorithm.kl.{name} to false"
                 )
+        if axes.name("advantage.transform") == "decoupled":
+            yield (
+                "algorithm.kl.place is 'reward' with algorithm.advantage.transform 'decoupled', which brings every "
+                "component to one size, so that the KL would count the same whatever its coefficient; set "
+                "algorithm.kl.place to 'loss'"
+            )
     if axes["kl.target"] is not None and axes["kl.place"] == "none":
         yield (
             "algorithm.kl.target is set with algorithm.kl.place 'none': there is no KL to hold; set algorithm.kl.place"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moerl.config import parallel_rules, rollout_rules
+from moerl.config import group_rules, parallel_rules, rollout_rules
 from moerl.config.choices import bound_errors, choice_errors
 from moerl.config.layout import parallel_axes
 from moerl.config.load import as_dict
@@ -126,18 +126,6 @@ def stop_strings(cfg: RunConfig) -> Iterator[str]:
         yield f"rollout.stop is {cfg.rollout.stop!r}, but a stop string must not be empty"
 
 
-def group_size(cfg: RunConfig) -> Iterator[str]:
-    """Group statistics need a group."""
-    advantage = cfg.algorithm.advantage
-    group_statistics = [word for word in (advantage.center, advantage.scale) if word.startswith("group_")]
-    if cfg.rollout.group_size == 1 and group_statistics and advantage.singleton == "zero":
-        yield (
-            f"rollout.group_size is 1 with algorithm.advantage.{{center, scale}} = {advantage.center}, "
-            f"{advantage.scale}: every advantage would be 0; take at least 2, or algorithm.advantage.singleton=raw, or "
-            "center=batch_mean with scale=none"
-        )
-
-
 def critic(cfg: RunConfig) -> Iterator[str]:
     """The policy must get a step."""
     steps = cfg.algorithm.critic.pretrain_steps
@@ -154,17 +142,6 @@ def minibatches(cfg: RunConfig) -> Iterator[str]:
         yield (
             f"batch.num_minibatches is {cfg.batch.num_minibatches}, but must be at most rollout.prompts_per_step, "
             f"{cfg.rollout.prompts_per_step}; every minibatch needs a prompt"
-        )
-
-
-def microbatch_tokens(cfg: RunConfig) -> Iterator[str]:
-    """A sequence is never split."""
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
-    if cfg.batch.max_tokens_per_microbatch < longest:
-        yield (
-            f"batch.max_tokens_per_microbatch is {cfg.batch.max_tokens_per_microbatch}, but must hold the longest "
-            f"sequence: data.max_prompt_tokens + rollout.max_new_tokens = {cfg.data.max_prompt_tokens} + "
-            f"{cfg.rollout.max_new_tokens} = {longest}"
         )
 
 
@@ -216,6 +193,11 @@ def supervised(cfg: RunConfig) -> Iterator[str]:
         yield (
             "rollout.engine=dataset has no sampling policy to take a ratio to, but algorithm.level is "
             f"{algorithm.level}: set algorithm.preset=sft"
+        )
+    if (correction := algorithm.correction.get("name", "none")) != "none":
+        yield (
+            f"rollout.engine=dataset has no logprobs of a sampling policy, but algorithm.correction={correction} "
+            "compares with them and would reject every token: set it to none"
         )
     if algorithm.routing in {"R2", "R3"}:
         yield f"rollout.engine=dataset records no routes, but algorithm.routing is {algorithm.routing}: set it to none"
@@ -383,7 +365,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     temperature,
     stop_strings,
     *rollout_rules.RULES,
-    group_size,
+    *group_rules.RULES,
     sglang,
     supervised,
     rewards,
@@ -391,7 +373,6 @@ RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     schedule,
     critic,
     minibatches,
-    microbatch_tokens,
     refilter,
     pass_at,
     text_metrics,

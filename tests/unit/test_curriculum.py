@@ -161,6 +161,15 @@ def test_re_filtering_resumes_where_it_was():
     assert resumed.state_dict() == whole.state_dict()
 
 
+def test_what_is_due_is_known_from_the_first_prompt_that_a_resumed_run_draws():
+    """Ahead of training prompts are drawn before a step begins."""
+    curriculum, rollouts = curated([{"name": "no_positive_resampling"}])
+    rollouts.take(7, 0)
+    resumed, again = curated([{"name": "no_positive_resampling"}])
+    again.load_state_dict(json.loads(json.dumps(rollouts.state_dict())))
+    assert resumed.step == curriculum.step == 7
+
+
 def test_memory_goes_through_a_checkpoint():
     nodes = [{"name": "no_positive_resampling"}]
     _, rollouts = curated(nodes)

@@ -11,7 +11,7 @@ import torch
 from moerl.data.batch import build_step_batch
 from moerl.data.packing import plan_packing
 from moerl.metrics import to_floats
-from moerl.probe import RouteProbe, probe_samples
+from moerl.probe import RouteProbe, at_least, probe_samples
 from moerl.types import Prompt, RolloutGroup, RouterStats, Trajectory
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 2, 8, 2, 32
@@ -41,11 +41,13 @@ class Router:
 class Packer:
     """The packing of the run, at a budget of tokens per micro-batch."""
 
-    def __init__(self, budget):
+    def __init__(self, budget, multiple=1):
         self.budget = budget
+        self.multiple = multiple
         self.sizes = []
 
     def __call__(self, samples):
+        samples = at_least(samples, self.multiple)
         plan = plan_packing(
             [len(s.token_ids) for s in samples],
             [s.group_id for s in samples],
@@ -55,6 +57,7 @@ class Packer:
             num_epochs=1,
             max_tokens_per_microbatch=self.budget,
             seed=0,
+            microbatch_multiple=self.multiple,
         )
 
         def weigh(lengths, group_ids):
@@ -88,6 +91,20 @@ def probe_of(router, budget=64):
     probe = RouteProbe(router.observe, Packer(budget))
     probe.start(probe_samples(groups()))
     return probe
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_pipeline_may_have_more_stages_than_the_probe_has_sequences(count):
+    """An interleaved one takes micro-batches by the number of its stages; what fills them up is not measured."""
+    found = []
+    for multiple in (1, 4):
+        router, packer = Router(), Packer(64, multiple)
+        probe = RouteProbe(router.observe, packer)
+        probe.start(probe_samples(groups()[:count]))
+        router.move(1, 0.1)
+        found.append(to_floats(probe.measure()))
+        assert len(packer.sizes[-1]) % multiple == 0
+    assert found[0] == found[1]
 
 
 def by_group(metrics):

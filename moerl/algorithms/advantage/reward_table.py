@@ -83,7 +83,7 @@ class RewardTable:
             result = centred / (self._scale(values, centred) + settings.eps)
         if settings.center.startswith("group") or settings.scale == "group_std":
             result = torch.where(self.flat_groups(values)[self.groups], 0, result)
-        elif settings.center == "batch_mean" and self.is_flat_batch(values):
+        elif (settings.center == "batch_mean" or settings.scale.startswith("batch")) and self.is_flat_batch(values):
             result = torch.zeros_like(result)
         if settings.singleton == "raw":
             result = torch.where(self.counts[self.groups] == 1, values, result)

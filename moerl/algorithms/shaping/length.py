@@ -46,4 +46,7 @@ def length(group: RolloutGroup, cfg: LengthConfig) -> np.ndarray:
     if cfg.form == "linear":
         return -cfg.coefficient * lengths / cfg.max_tokens
     rewards = np.array([trajectory.reward for trajectory in group.trajectories])
-    return cfg.coefficient * relative_length_bonus(lengths, rewards > cfg.threshold)
+    played = np.array([t.status == "ok" for t in group.trajectories], dtype=bool) & np.isfinite(rewards)
+    bonus = np.zeros(len(lengths))  # an episode that failed is no measure of length
+    bonus[played] = relative_length_bonus(lengths[played], rewards[played] > cfg.threshold)
+    return cfg.coefficient * bonus

@@ -157,9 +157,18 @@ def test_a_group_without_spread_does_not_end_the_ranking(node, size):
     assert advantages.tolist() == [0.0, 0.0, size, -size]
 
 
-def test_batch_without_spread_gets_exact_zeros():
-    cfg = AdvantageSection(center="batch_mean", scale="batch_std_raw")
-    advantages, _ = credit(cfg, [1 / 3] * 5, [0, 0, 1, 1, 1])
+@pytest.mark.parametrize(
+    ("center", "scale"),
+    [
+        ("batch_mean", "batch_std_raw"),
+        ("none", "batch_std_raw"),
+        ("none", "batch_std_centered"),
+        ("batch_mean", "none"),
+    ],
+)
+def test_batch_without_spread_gets_exact_zeros(center, scale):
+    """Nothing is divided by eps alone."""
+    advantages, _ = credit(AdvantageSection(center=center, scale=scale), [1 / 3] * 5, [0, 0, 1, 1, 1])
     assert advantages.tolist() == [0.0] * 5
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,6 +129,13 @@ def test_length_is_punished_in_proportion_or_within_the_group():
     relative, metrics = build_shaping([{"name": "length", "form": "group", "coefficient": 2.0}])([answers])
     np.testing.assert_allclose(relative, [1.0, 0.0, -1.0, 0.0])
     assert metrics["reward/shaping_length"].value() == pytest.approx(0.0)
+
+
+def test_episodes_that_failed_are_no_measure_of_length():
+    late = replace(trajectory(math.nan, ids=()), status="error", error="timeout")
+    answers = group(late, trajectory(1.0, ids=range(100)), trajectory(1.0, ids=range(200)))
+    relative, _ = build_shaping([{"name": "length", "form": "group"}])([answers])
+    np.testing.assert_allclose(relative, [0.0, 0.05, -0.05])
 
 
 def test_equal_lengths_are_not_shaped():

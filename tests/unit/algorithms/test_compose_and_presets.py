@@ -95,6 +95,10 @@ FAULTS |= {
         ("rejected is 'remove'", "'div_mask'"),
     ),
     "k3 in the reward": ({"kl": {**KL_REWARD, "estimator": "k3"}}, ("place is 'reward'", "estimator 'k3'", "'k1'")),
+    "the KL as a component of its own": (
+        {"advantage": {"transform": {"name": "decoupled"}}, "kl": KL_REWARD},
+        ("kl.place is 'reward'", "transform 'decoupled'", "'loss'"),
+    ),
     "a gradient of the reward": ({"kl": {**KL_REWARD, "importance": True}}, ("place is 'reward'", "kl.importance")),
     "a target without a KL": ({"kl": {"target": 0.1}}, ("kl.target", "kl.place 'none'")),
     "a target without a bonus": ({"entropy": {"target": 0.1}}, ("entropy.target", "entropy.place 'none'")),

@@ -117,6 +117,24 @@ def test_the_defaults_pass(base):
         (["reward.rewards=[{name: exact, datasets: [sumz]}]"], ["names 'sumz'", "the data sets are sums"]),
         (["reward.rewards=[{name: exact, datasets: sums}]"], ["datasets is 'sums'", "a list of data set names"]),
         (["algorithm.preset=sft"], ["algorithm.preset=sft", "rollout.engine=dataset, not local"]),
+        (["rollout.engine=dataset", "algorithm.correction=tis"], ["algorithm.correction=tis compares with them"]),
+        (
+            ["rollout.group_size=1", "algorithm.advantage.transform=rank"],
+            ["transform=rank, which compares the answers"],
+        ),
+        (["rollout.group_size=1", "algorithm.filters=[{name: zero_variance}]"], ["the filter zero_variance, which"]),
+        (
+            ["rollout.group_size=1", "algorithm.objective=group_dpo"],
+            ["algorithm.objective=group_dpo, which pairs answers"],
+        ),
+        (
+            ["algorithm.objective=group_dpo", "batch.max_tokens_per_microbatch=3071"],
+            ["is 3071, but algorithm.objective=group_dpo keeps two answers together", "= 3072"],
+        ),
+        (
+            ["algorithm.advantage.transform={name: decoupled, weights: [1, 2, 3]}"],
+            ["transform.weights has 3 numbers, and reward.rewards has 1"],
+        ),
         (["rollout.engine=dataset"], ["rollout.engine=dataset", "algorithm.level is token"]),
         (["rollout.engine=dataset", "data.refilter.every_steps=2"], ["refilter.every_steps is 2", "no pass rate"]),
         (["rollout.engine=dataset", "algorithm.routing=R3"], ["records no routes", "algorithm.routing is R3"]),
