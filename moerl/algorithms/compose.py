@@ -110,6 +110,16 @@ def composition_warnings(values: Mapping[str, Any]) -> list[str]:
                     f"algorithm.trust.{key} is {bound:g} with algorithm.level {axes['level']!r}: the geometric mean "
                     "of a sequence rarely moves that far; GSPO's own bounds are 3e-4 and 4e-4"
                 )
+    transform, reads = axes.name("advantage.transform"), (axes["advantage.center"], axes["advantage.scale"])
+    if transform in ("rank", "best_worst") and reads != ("none", "none"):
+        found.append(
+            f"algorithm.advantage.transform {transform!r} makes the advantages of the order of the rewards alone: "
+            f"algorithm.advantage.{{center, scale}} {reads[0]!r}, {reads[1]!r} have no effect; set both to none"
+        )
+    if axes["level"] == "none" and axes["anchor"] != "old":
+        found.append(
+            f"algorithm.anchor is {axes['anchor']!r} with algorithm.level 'none': without a ratio it has no effect"
+        )
     if axes["kl.place"] == "loss" and axes["kl.coefficient"] == 0:
         found.append("algorithm.kl.place is 'loss' with algorithm.kl.coefficient 0: the reference pass has no effect")
     for term in ("kl", "entropy"):

@@ -28,6 +28,11 @@ def critic(axes: Axes) -> Iterator[str]:
                 f"algorithm.advantage.gae_alpha is {axes['advantage.gae_alpha']!r} with algorithm.advantage.center "
                 f"{center!r}, which has no lambda: set it to null, or algorithm.advantage.center to value"
             )
+        if axes["advantage.gamma"] != 1:
+            yield (
+                f"algorithm.advantage.gamma is {axes['advantage.gamma']!r} with algorithm.advantage.center {center!r}, "
+                "which discounts nothing: set it to 1, or algorithm.advantage.center to value"
+            )
         return
     if axes["advantage.scale"] != "none" or axes.name("advantage.transform") != "identity":
         yield (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -31,7 +32,7 @@ def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its ca
     tokens side by side.
 
     There are fewer than `num_minibatches` minibatches where the step is too small: never more than groups with a live
-    token, and in each minibatch at least one sample for every rank.
+    token, and as many as can all be shared out evenly, with at least one sample for every rank.
 
     Args:
         lengths: [n] tokens of each sample, prompt included; the sample's id is its index.
@@ -46,7 +47,7 @@ def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its ca
         microbatch_multiple: every rank's number of micro-batches is a multiple of this (interleaved pipelines).
 
     Raises:
-        DataError: a sample above the budget, or a minibatch that cannot be shared out evenly.
+        DataError: a sample above the budget, or a step that cannot be shared out evenly even as one minibatch.
     """
     _refuse_lengths(lengths, max_tokens_per_microbatch)
     if atoms is not None:
@@ -54,21 +55,16 @@ def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its ca
     groups = _group_members(group_ids)
     live = [g for g, members in groups.items() if any(live_lengths[s] for s in members)]
     dead = [g for g in groups if g not in set(live)]
-    least = dp_size * microbatch_multiple
-    epochs = _deal_epochs(groups, live, dead, wanted=num_minibatches, num_epochs=num_epochs, least=least, seed=seed)
-    assignment = tuple(
-        _share_out(
-            samples,
-            lengths,
-            dp_size=dp_size,
-            multiple=microbatch_multiple,
-            budget=max_tokens_per_microbatch,
-            atoms=atoms,
-        )
-        for epoch in epochs
-        for samples in epoch
-    )
-    return PackPlan(assignment)
+    budget, multiple = max_tokens_per_microbatch, microbatch_multiple
+    share = partial(_share_out, lengths=lengths, dp_size=dp_size, multiple=multiple, budget=budget, atoms=atoms)
+    for count in range(min(num_minibatches, max(len(live), 1)), 0, -1):
+        rngs = [np.random.default_rng([seed % 2**63, epoch]) for epoch in range(num_epochs)]
+        try:
+            return PackPlan(tuple(share(hand) for rng in rngs for hand in _deal(groups, live, dead, count, rng)))
+        except DataError:  # fewer and larger minibatches may go where these do not
+            if count == 1:
+                raise
+    raise AssertionError("there is at least one minibatch")
 
 
 def _refuse_lengths(lengths: Sequence[int], budget: int) -> None:
@@ -99,29 +95,6 @@ def _group_members(group_ids: Sequence[int]) -> dict[int, list[int]]:
     return members
 
 
-def _deal_epochs(
-    groups: dict[int, list[int]],
-    live: list[int],
-    dead: list[int],
-    *,
-    wanted: int,
-    num_epochs: int,
-    least: int,
-    seed: int,
-) -> list[list[list[int]]]:
-    """[epochs][minibatches] -> samples, as many minibatches as `wanted` and `least` samples in each allow."""
-    epochs: list[list[list[int]]] = []
-    for count in range(min(wanted, max(len(live), 1)), 0, -1):
-        epochs = [_deal(groups, live, dead, count, np.random.default_rng([seed % 2**63, e])) for e in range(num_epochs)]
-        if all(len(samples) >= least for epoch in epochs for samples in epoch):
-            return epochs
-    smallest = min(len(samples) for epoch in epochs for samples in epoch)
-    raise DataError(
-        f"{smallest} samples cannot be shared by {least} micro-batches (data-parallel ranks, times the stages of an "
-        "interleaved pipeline); raise rollout.prompts_per_step"
-    )
-
-
 def _deal(
     groups: dict[int, list[int]], live: list[int], dead: list[int], count: int, rng: np.random.Generator
 ) -> list[list[int]]:
@@ -144,6 +117,12 @@ def _share_out(
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """[ranks][micro-batches] -> samples, micro-batch counts equal."""
     units = _units(samples, atoms)
+    if len(units) < dp_size * multiple:
+        raise DataError(
+            f"{len(units)} {'samples' if atoms is None else 'pairs'} cannot be shared by {dp_size * multiple} "
+            "micro-batches (data-parallel ranks, times the stages of an interleaved pipeline); raise "
+            "rollout.prompts_per_step"
+        )
     sizes = {unit: sum(lengths[s] for s in members) for unit, members in units.items()}
     total = sum(sizes.values())
     fewest = -(-max(1, -(-total // (budget * dp_size))) // multiple) * multiple

@@ -95,6 +95,7 @@ FAULTS |= {
         ("rejected is 'remove'", "'div_mask'"),
     ),
     "k3 in the reward": ({"kl": {**KL_REWARD, "estimator": "k3"}}, ("place is 'reward'", "estimator 'k3'", "'k1'")),
+    "a discount without values": ({"advantage": {"gamma": 0.9}}, ("gamma is 0.9", "center 'group_mean'")),
     "the KL as a component of its own": (
         {"advantage": {"transform": {"name": "decoupled"}}, "kl": KL_REWARD},
         ("kl.place is 'reward'", "transform 'decoupled'", "'loss'"),
@@ -194,6 +195,22 @@ def test_wide_bounds_with_gspo_are_warned_of():
     assert "algorithm.trust.lo is 0.2" in warning
     assert composition_errors(wide) == []
     assert "no effect" in composition_warnings({"kl": {"coefficient": 0.1}})[0]
+
+
+@pytest.mark.parametrize("name", ["rank", "best_worst"])
+def test_what_a_ranking_does_not_read_is_warned_of(name):
+    (warning,) = composition_warnings({"advantage": {"transform": {"name": name}}})
+    assert f"transform {name!r}" in warning
+    assert "'group_mean', 'group_std' have no effect" in warning
+    plain = {"advantage": {"center": "none", "scale": "none", "transform": {"name": name}}}
+    assert composition_warnings(plain) == []
+
+
+def test_an_anchor_without_a_ratio_is_warned_of():
+    (warning,) = composition_warnings(
+        {"level": "none", "form": "score", "trust": {"name": "none"}, "anchor": "rollout"}
+    )
+    assert "anchor is 'rollout' with algorithm.level 'none'" in warning
 
 
 def test_build_objective_refuses_with_every_reason():

@@ -114,6 +114,21 @@ def test_fewer_minibatches_where_ranks_would_stay_empty():
     assert len(plan([10] * 6, dp_size=3, num_minibatches=4).assignment) == 2
 
 
+def test_fewer_minibatches_where_some_cannot_be_shared_evenly():
+    """Three of 60 tokens for two ranks: one each, and the third fits nowhere; as one minibatch three rounds do."""
+    made = plan([60] * 6, [0, 0, 0, 1, 1, 1], dp_size=2, num_minibatches=2)
+    assert [len(ranks) for ranks in made.assignment[0]] == [3, 3]
+    assert len(made.assignment) == 1
+
+
+def test_pairs_are_what_ranks_share():
+    pairs = [i // 2 for i in range(8)]
+    made = plan([10] * 8, pairs, atoms=pairs, dp_size=2, num_minibatches=4)
+    assert len(made.assignment) == 2
+    with pytest.raises(DataError, match="3 pairs cannot be shared by 4 micro-batches"):
+        plan([10] * 6, pairs[:6], atoms=pairs[:6], dp_size=4)
+
+
 def test_refusals_name_both_numbers():
     with pytest.raises(DataError, match=r"sample 1 has 101 tokens and batch\.max_tokens_per_microbatch is 100"):
         plan([5, 101])
