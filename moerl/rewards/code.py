@@ -23,7 +23,7 @@ from moerl.rewards.code_tests import (
     PrintTest,
     Test,
     is_printed,
-    is_returned,
+    is_right,
     last_program,
     read_tests,
 )
@@ -160,7 +160,7 @@ class Code:
             outcome = await self._called(program, call)
             if "failed" in outcome:
                 return outcome["failed"]
-            return "" if is_returned(test.expected, decode(outcome["value"])) else "wrong"
+            return "" if is_right(test, decode(outcome["value"])) else "wrong"
         recorded: list[Mapping[str, Any]] = []
         while len(recorded) <= self._config.max_calls:
             kwargs = {"source": test.source, "functions": dict(test.functions), "recorded": recorded}

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from moerl.types import Prompt
 
 APIS = ("chat", "sglang")
+_CUT_OFF = ("length", "abort", "content_filter")
+"""Why a judge stopped before it had said what it meant to."""
 _PLACES = re.compile(r"\{(question|answer|gold)\}")
 
 
@@ -147,13 +149,13 @@ class ModelJudge:
             }
             answer = await self._service.ask(body, self._retries)
             said = _said(answer, ("choices", 0, "message", "content"))
-            return None if answer["choices"][0].get("finish_reason") == "length" else said
+            return None if answer["choices"][0].get("finish_reason") in _CUT_OFF else said
         sampling = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature}
         body = {"text": asked, "sampling_params": sampling}
         answer = await self._service.ask(body, self._retries)
         said, meta = _said(answer, ("text",)), answer.get("meta_info")
         reason = meta.get("finish_reason") if isinstance(meta, dict) else None
-        return None if isinstance(reason, dict) and reason.get("type") == "length" else said
+        return None if isinstance(reason, dict) and reason.get("type") in _CUT_OFF else said
 
     async def _read(self, said: str) -> float | None:
         """0..1, or None."""
@@ -191,8 +193,14 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _check_numbers(config: ModelJudgeConfig) -> None:
-    if not config.minimum < config.maximum:
-        raise ConfigError(f"reward model_judge: minimum={config.minimum} must be below maximum={config.maximum}")
+    low, high = config.minimum, config.maximum
+    if not (low < high and math.isfinite(low) and math.isfinite(high)):
+        raise ConfigError(f"reward model_judge: minimum={low} must be below maximum={high}, both finite")
+    for word, value in config.words.items():
+        if not low <= value <= high:
+            raise ConfigError(
+                f"reward model_judge: words has {word}: {value}, which is not between minimum={low} and maximum={high}"
+            )
     if config.votes < 1 or not 0 <= config.max_unreadable < config.votes:
         raise ConfigError(
             f"reward model_judge: votes={config.votes} must be 1 or more, and max_unreadable={config.max_unreadable} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 from collections import Counter
@@ -180,6 +181,7 @@ async def _expected(reward: Reward, prompt: Prompt, answers: Sequence[Candidate]
 
 def _number(value: Any) -> float:
     """A verdict as a finite float; the judge may have been talked into anything."""
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
+    with contextlib.suppress(OverflowError):  # an integer that no float holds
+        if isinstance(value, bool | int | float) and math.isfinite(value):
+            return float(value)
     raise UnscoredError("exception", f"the verifier gave {value!r:.80}, not a finite number")

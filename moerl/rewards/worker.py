@@ -30,6 +30,7 @@ from typing import Any
 
 MAX_REPLY_BYTES = 1 << 20
 PROBE = "moerl.rewards.sandbox:layers_of_task"
+_MAX_DEPTH = 200
 _EXIT_GRACE_SECONDS = 0.2
 _STARTS = b'\x00\x00\x00\x08"starts"'
 """From a task to its worker, before its reply: a stranger's program begins. In the pipe before that program is."""
@@ -176,11 +177,28 @@ def _verdict(data: bytes, late: str, status: int) -> dict[str, Any]:
         return {"error": "crash", "text": f"the process ended without a verdict ({_describe_exit(status)})"}
     try:
         reply = json.loads(data[4:])
-    except ValueError:
+    except (ValueError, RecursionError):
         reply = None
-    if not isinstance(reply, dict) or not ("value" in reply or reply.get("error") == "exception"):
-        return {"error": "crash", "text": "the process wrote no verdict"}
-    return reply
+    if isinstance(reply, dict) and "value" in reply and _is_shallow(reply["value"]):
+        return {"value": reply["value"]}
+    if isinstance(reply, dict) and reply.get("error") == "exception":
+        return {"error": "exception", "text": str(reply.get("text"))[:600]}
+    return {"error": "crash", "text": "the process wrote no verdict"}
+
+
+def _is_shallow(value: Any) -> bool:
+    """Whether every reader of the value can follow it down."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, list | dict)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return True
+    return False
 
 
 def load_function(name: str) -> Callable[..., Any]:

@@ -52,8 +52,10 @@ def checkpoint(folder: Path, step: int) -> Path:
 
 
 def has_step(folder: Path, step: int) -> bool:
-    path = folder / "metrics.jsonl"
-    return path.is_file() and path.read_bytes().count(b"\n") > step
+    try:
+        return (folder / "metrics.jsonl").read_bytes().count(b"\n") > step
+    except FileNotFoundError:  # not yet, or just now: a run without a checkpoint begins its records anew
+        return False
 
 
 def is_writing(folder: Path, step: int) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from moerl.rewards import sandbox
@@ -18,6 +19,16 @@ from moerl.rewards.judges.values import decode, encode
 
 class _Unknown(BaseException):
     """A call that nobody has answered yet; no `except Exception` of a test swallows it."""
+
+
+class _Methods:
+    """Stands for `Solution()`: its methods are functions of the program, which makes a new object for each call."""
+
+    def __init__(self, stand_in: Callable[[str], Any]) -> None:
+        self._stand_in = stand_in
+
+    def __getattr__(self, name: str) -> Any:
+        return self._stand_in(name)
 
 
 def check(source: str, functions: dict[str, str], recorded: list[dict[str, Any]]) -> dict[str, Any]:
@@ -48,6 +59,8 @@ def check(source: str, functions: dict[str, str], recorded: list[dict[str, Any]]
 
     names: dict[str, Any] = {"__name__": "__test__"}
     names.update({name: stand_in(function) for name, function in functions.items()})
+    if "Solution" in functions:
+        names["Solution"] = lambda: _Methods(stand_in)
     try:
         exec(compile(source, "<test>", "exec"), names)
     except BaseException as error:  # noqa: BLE001  # a test says by raising that it failed

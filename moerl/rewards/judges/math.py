@@ -2,6 +2,10 @@ r"""Mathematical equality by math-verify, with the rules that it lacks. Runs in 
 
 Rules, in this order:
 
+0.  Thousands. `1{,}000`, `1\,000`, `1,\!000` are one number anywhere. Inside round, square, angle or set brackets a
+    bare comma before three digits makes one only where a group begins with 0 (`(1,000+x)`), because `(120,150)` is a
+    pair and `[0,100)` an interval. At top level a bare comma or space (`1,234`, `1 234`) may be in a number or in a
+    list: both sides are read as numbers, then both as lists, and either may agree.
 1.  Words. A gold answer of words (`\text{Thursday}`, `Paris`, `B`) is compared as words: case, white space, `\text`
     and brackets around a single letter aside. math-verify would read `Paris` as a product of letters, equal to `Pairs`.
 2.  Several parts, strict. Both sides are cut at top level at commas, semicolons, `and`, `or`, and between two bare
@@ -30,7 +34,10 @@ _WORD = r"[A-Za-z][A-Za-z'’.-]*"
 _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textrm|textit|mbox|operatorname)\s*\{([^{}]*)\}")
 _UPRIGHT_CONSTANT = re.compile(r"\\(?:text|mathrm|mathbf|operatorname)\s*(?:\{\s*([ei])\s*\}|\s([ei])(?![A-Za-z]))")
 _SPACING = re.compile(r"\\[,;:!]|\\(?:quad|qquad|left|right|displaystyle)(?![A-Za-z])|~")
-_THOUSANDS = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:,|\{,\}|\\,|\\!|\s|\\ )\d{3})+)(?![\d])")
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,\\!|,|\{,\}|\\,|\\!|\s|\\ )\d{3})+(?!\d)")
+_THOUSANDS_MARK = re.compile(r",\\!|\{,\}|\\[,! ]")
+_BARE_ZERO = re.compile(r"[,\s]0")
+_BRACKET = re.compile(r"\\(?:lbrace|rbrace|langle|rangle)(?![A-Za-z])|\\?[{}]|[()\[\]]")
 _SEPARATOR = re.compile(r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}|,?\s*\b(?:and|or)\b|[,;]")
 _TWO_NUMBERS = re.compile(r"(?<![\w}/.^_])(-?\d+(?:\.\d+)?)\s+(?=-?\d+(?:\.\d+)?\s*(?:$|[-+]?\d))")
 _DANGLING = re.compile(
@@ -49,7 +56,11 @@ def warm_up() -> None:
 
 def is_equal(gold: str, answer: str) -> bool:
     """Whether `answer` is worth the point; `gold` without `$` or box."""
-    gold, answer = _tidy(gold), _tidy(answer)
+    readings = dict.fromkeys((_tidy(gold, lists=lists), _tidy(answer, lists=lists)) for lists in (False, True))
+    return any(_is_equal(gold, answer) for gold, answer in readings)
+
+
+def _is_equal(gold: str, answer: str) -> bool:
     if gold == answer:
         return True
     if _is_words(gold):
@@ -78,13 +89,39 @@ def _problem(gold: str) -> str | None:
     return None
 
 
-def _tidy(text: str) -> str:
+def _tidy(text: str, *, lists: bool = False) -> str:
+    """`lists`: whether what may be a number with thousands or a list is a list."""
     text = text.strip().replace("−", "-").replace("\\$", "").replace("$", "")
     text = text.removeprefix("**").removesuffix("**").strip()
     text = _UPRIGHT_CONSTANT.sub(lambda m: f" {m[1] or m[2]}", text)
     text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
-    text = _THOUSANDS.sub(lambda m: m[1] + re.sub(r"\D", "", m[2]), text)
+    text = _join_thousands(text, lists=lists)
     return re.sub(r"\s+", " ", _SPACING.sub(" ", text)).strip()
+
+
+def _join_thousands(text: str, *, lists: bool) -> str:
+    """Rule 0."""
+
+    def joined(number: re.Match[str]) -> str:
+        digits = _THOUSANDS_MARK.sub("", number[0])
+        if lists and not _BARE_ZERO.search(digits):
+            return digits
+        is_list = _is_enclosed(text, number.start()) and not _BARE_ZERO.search(digits)
+        return re.sub(r"[^\d,]" if is_list else r"\D", "", digits)
+
+    return _THOUSANDS.sub(joined, text)
+
+
+def _is_enclosed(text: str, position: int) -> bool:
+    """Whether the innermost open bracket is of a tuple, an interval, a set or a vector, rather than one that groups."""
+    opened: list[str] = []
+    for found in _BRACKET.finditer(text, 0, position):
+        is_closing = found[0] in {"}", "\\}", ")", "]", "\\rbrace", "\\rangle"}
+        if is_closing and opened:
+            opened.pop()
+        elif not is_closing or found[0] == "]":  # `]0,1[` is an interval too
+            opened.append(found[0])
+    return bool(opened) and opened[-1] != "{"
 
 
 def _is_words(text: str) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+from datetime import date
 
 import numpy as np
 import pytest
@@ -139,6 +140,22 @@ def test_this_machine_has_the_walls(pool):
         (["assert 1 == 1"], "test 0 calls no function of the program"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         (3, "a list that is not empty, not 3"),
+        ("null", "a list that is not empty, not None"),
+        ([None], "test 0 must be code or a mapping, not None"),
+        ([5], "test 0 must be code or a mapping, not 5"),
+        ([{"code": 5}], "test 0: code must be text, not 5"),
+        ([{"input": "1", "output": None}], "test 0: input and output must be text"),
+        ([{"function": "f", "arguments": "abc", "output": 1}], "test 0: arguments must be a list, not 'abc'"),
+        ([{"function": 5, "output": 1}], "test 0: function must be a name, not 5"),
+        ([{"function": "A().f", "output": 1}], "a function's name or Solution().name, not 'A().f'"),
+        ([{"function": "f", "arguments": [date(2026, 1, 1)], "output": 1}], "test 0: a value of type date cannot"),
+        ({"inputs": "12", "outputs": "34"}, "inputs and outputs must be lists"),
+        ({"inputs": ["1"], "outputs": None}, "inputs and outputs must be lists"),
+        ({"inputs": ["a"], "outputs": [1], "fn_name": "f"}, "test 0: arguments must be a list, not 'a'"),
+        ("[" * 100_000, "tests are nested too deeply"),
+        (["a" + "(" * 10_000], "test 0 is not Python"),
+        (["from solution import *\nassert f(1) == 2"], "test 0 has `from solution import *`, which hides"),
+        (["s = Stack()\ns.push(1)"], "test 0 makes an object of the program's Stack, and plain values alone"),
     ],
 )
 def test_tests_that_cannot_be_read_are_found_at_the_start(pool, tests, message):
@@ -162,6 +179,67 @@ def test_other_forms_of_tests():
     assert (call.function, call.arguments, call.expected) == ("add", (1, 2), 3)
     (code,) = read_tests("import math\nassert math.sqrt(f(1)) == len(g(x=2))", None)
     assert list(code.functions) == ["f", "g"]
+
+
+def test_a_table_gives_every_row_the_keys_of_all():
+    rows = [
+        {"input": "1", "output": "2", "function": None, "arguments": None, "code": None},
+        {"input": None, "output": None, "function": "f", "arguments": None, "code": None},
+        {"input": None, "output": None, "function": None, "arguments": None, "code": "assert f(1)"},
+    ]
+    printed, called, code = read_tests(rows, None)
+    assert (printed.stdin, printed.expected) == ("1", "2")
+    assert (called.function, called.arguments, called.expected) == ("f", (), None)
+    assert list(code.functions) == ["f"]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "program", "value"),
+    [
+        ([3], "def add(a, b): return a + b", 1.0),
+        ([[3]], "def add(a, b): return a + b", 1.0),
+        ([[3]], "def add(a, b): return [a + b]", 1.0),
+        ([[3]], "def add(a, b): return 4", 0.0),
+        ([[3, 4]], "def add(a, b): return [a + b, 4]", 1.0),
+        ([[[3]]], "def add(a, b): return a + b", 0.0),
+        ([[]], "def add(a, b): return []", 1.0),
+        ([[]], "def add(a, b): return 0", 0.0),
+    ],
+)
+def test_apps_wraps_what_a_function_returns_or_not(pool, outputs, program, value):
+    tests = {"inputs": [[1, 2]], "outputs": outputs, "fn_name": "add"}
+    assert scored(pool, program, tests)[0] == value
+    assert scored(pool, "class Solution:\n    " + program.replace("(a", "(self, a"), tests)[0] == value
+
+
+def test_apps_has_texts_as_lists_of_lines(pool):
+    tests = {"inputs": [["1", "2"]], "outputs": [["3", "done"]]}
+    assert scored(pool, "print(int(input()) + int(input()))\nprint('done')", tests)[0] == 1.0
+
+
+METHODS = "class Solution:\n    def two(self, x): return 2 * x\n    def three(self, x): return 3 * x"
+
+
+@pytest.mark.parametrize(
+    ("test", "entry_point"),
+    [
+        ("def check(candidate):\n    assert candidate(x=2) == 4", "Solution().two"),
+        ("from typing import *\nassert Solution().two(2) == 4\nassert Solution().three(1) == 3", None),
+        ("s = Solution()\nassert s.two(s.three(1)) == 6", ""),
+        ("assert Solution().three(1) == 3", "Solution().two"),
+        ({"function": "Solution().two", "arguments": [2], "output": 4}, None),
+    ],
+)
+def test_a_test_may_call_methods_of_solution(pool, test, entry_point):
+    assert scored(pool, METHODS, [test], entry_point=entry_point) == (1.0, {})
+    assert scored(pool, METHODS.replace(" * ", " - "), [test], entry_point=entry_point) == (0.0, {"wrong": 1.0})
+    assert scored(pool, "x = 1", [test], entry_point=entry_point) == (0.0, {"exception": 1.0})
+
+
+@pytest.mark.parametrize("entry_point", ["two words", "Solution.two", "A().two", 5, "f("])
+def test_an_entry_point_that_is_none_is_told(entry_point):
+    with pytest.raises(ValueError, match=re.escape(f"a function's name or Solution().name, not {entry_point!r}")):
+        read_tests(["assert candidate(1)"], entry_point)
 
 
 def test_tests_that_never_end_are_no_verdict(pool):

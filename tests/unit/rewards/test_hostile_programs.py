@@ -133,16 +133,26 @@ def test_walls_that_cannot_be_built_are_no_verdict():
     assert "Bad file descriptor" in reply["text"]
 
 
-EXCUSES = {
-    "ends its process": "import os\nos._exit(1)",
-    "kills its process": "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (0, 0))\nwhile True: pass",
-    "says that the sandbox failed": (
-        "import os, json\nd = json.dumps({'error': 'exception', 'text': 'x', 'in_program': False}).encode()\n"
+def reply(value, data=""):
+    """A program that writes a reply of its own wherever it can."""
+    return (
+        f"import os, json\nd = {data or f'json.dumps({value}).encode()'}\n"
         "for fd in range(3, 40):\n"
         "    try: os.write(fd, len(d).to_bytes(4, 'big') + d)\n"
         "    except OSError: pass\n"
         "os._exit(0)"
-    ),
+    )
+
+
+EXCUSES = {
+    "ends its process": "import os\nos._exit(1)",
+    "kills its process": "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (0, 0))\nwhile True: pass",
+    "says that the sandbox failed": reply("{'error': 'exception', 'text': 'x', 'in_program': False}"),
+    "says that its verifier is broken": reply("{'error': 'broken', 'text': 'x'}"),
+    "says no kind of failure": reply("{'error': ['exception'], 'text': {}}"),
+    "says a value and a failure": reply("{'value': {'failed': 'x'}, 'error': 'broken', 'seconds': 'x'}"),
+    "says what is too deep to read": reply(1, "b'{\"value\": ' + b'[' * 5000 + b']' * 5000 + b'}'"),
+    "says what is too deep to pass on": reply(1, "b'{\"value\": ' + b'[' * 300 + b']' * 300 + b'}'"),
     "closes everything": "import os\nos.closerange(0, 64)",
     "breaks what comes after it": "import os\nos.read = None\nos.close = None",
 }

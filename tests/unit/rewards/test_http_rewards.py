@@ -330,14 +330,15 @@ def test_a_number_may_end_a_sentence(server, made, tmp_path, text, value):
     assert ask(judge(server, made, tmp_path)) == pytest.approx(value)
 
 
+@pytest.mark.parametrize("why", ["length", "abort", "content_filter"])
 @pytest.mark.parametrize("api", ["chat", "sglang"])
-def test_what_stands_in_an_answer_that_was_cut_off_is_no_verdict(server, made, tmp_path, api):
+def test_what_stands_in_an_answer_that_was_cut_off_is_no_verdict(server, made, tmp_path, api, why):
     """A thought may hold a score that is not the last word, and a number may lack its last digit."""
     text = "Score: 2 would be too harsh, since"
-    cut = {"choices": [{"message": {"content": text}, "finish_reason": "length"}]}
+    cut = {"choices": [{"message": {"content": text}, "finish_reason": why}]}
     whole = {"choices": [{"message": {"content": "Score: 9"}, "finish_reason": "stop"}]}
     if api == "sglang":
-        cut = {"text": text, "meta_info": {"finish_reason": {"type": "length", "length": 9}}}
+        cut = {"text": text, "meta_info": {"finish_reason": {"type": why}}}
         whole = {"text": "Score: 9", "meta_info": {"finish_reason": {"type": "stop", "matched": 2}}}
     server.replies = [cut]
     reward = judge(server, made, tmp_path, api=api)
@@ -370,6 +371,9 @@ def test_equal_questions_are_asked_once(server, made, tmp_path):
         ({"verdict": "("}, "is no regular expression"),
         ({"verdict": "yes"}, "has no group"),
         ({"minimum": 10.0}, "must be below maximum"),
+        ({"maximum": float("inf")}, "must be below maximum=inf, both finite"),
+        ({"words": {"good": 11.0}}, "words has good: 11.0, which is not between"),
+        ({"words": {"good": float("nan")}}, "words has good: nan, which is not between"),
         ({"votes": 0}, "votes=0 must be 1 or more"),
         ({"votes": 2, "max_unreadable": 2, "temperature": 1.0}, "max_unreadable=2 below it"),
         ({"votes": 2}, "are all the same; set it above 0"),

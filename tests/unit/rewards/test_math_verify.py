@@ -87,6 +87,45 @@ def test_several_parts_are_strict(gold, answer, equal):
     assert is_equal(gold, answer) is equal
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "equal"),
+    [
+        ("1,234", "1234", True),
+        ("1,234", "1,235", False),
+        (r"58,\!500", "58500", True),
+        (r"1\,234,5", "1234, 5", True),
+        ("1 234", "1234", True),
+        ("(1 234, 5)", "(1234, 5)", True),
+        (r"\frac{1,234}{2}", "617", True),
+        (r"2^{1,234}", "2^{1234}", True),
+        (r"\{x \mid 100<x<1,000\}", r"\{x \mid 100<x<1000\}", True),
+        ("3(1,000+x)", "3000+3x", True),
+        (r"(10,\!500, 5)", "(10500, 5)", True),
+        ("(120,150)", "(120, 150)", True),
+        ("(120,150)", "(150,120)", False),
+        ("(3,125)", "(3125)", False),
+        ("(3,125)", "3125", False),
+        ("(3,125)", "3,125", False),
+        ("(1,234,567)", "(1, 234, 567)", True),
+        ("(2,100)", r"\left(2, 100\right)", True),
+        ("(1,200), (3,400)", "(3, 400), (1, 200)", True),
+        ("[0,100)", "[0, 100)", True),
+        ("[0,100)", "[0, 101)", False),
+        ("]0,100[", "]0, 100[", True),
+        (r"(0,100)\cup(200,300)", r"(0, 100) \cup (200, 300)", True),
+        (r"\{100,200\}", r"\{200, 100\}", True),
+        (r"\langle 1,200\rangle", r"\langle 1, 200\rangle", True),
+        ("100,200,300", "100, 200, 300", True),
+        ("100,200,300", "300,200,100", True),
+        ("100,200,300", "100, 200", False),
+        ("1,234 and 5", "5, 1234", True),
+        ("100 200", "100, 200", True),
+    ],
+)
+def test_a_comma_before_three_digits_is_of_a_number_or_of_a_list(gold, answer, equal):
+    assert is_equal(gold, answer) is equal
+
+
 def test_gold_goes_first():
     """Math-Verify#25: the comparison is not symmetric, so swapped arguments would show."""
     inequality, interval = r"m\ge\sqrt2", r"m\in[\sqrt2,\infty)"

@@ -168,6 +168,34 @@ def test_what_evaluation_measures_is_apart_from_what_training_does(build, tmp_pa
     assert found["reward/counting_scored"] == 3.0
 
 
+GIVING = """
+from moerl.rewards import rewards
+from moerl.rewards.base import RewardConfig
+
+@rewards.register("giving", RewardConfig)
+class Giving:
+    def __init__(self, config, pool):
+        pass
+
+    async def score(self, prompt, text):
+        return eval(text)
+
+    def check(self, prompts):
+        return [None for _ in prompts]
+"""
+
+
+@pytest.mark.parametrize("value", ["10**400", "float('nan')", "'1'", "None", "[1.0]"])
+def test_what_is_no_finite_number_is_no_verdict(build, tmp_path, monkeypatch, value):
+    (tmp_path / "giving_plugin.py").write_text(GIVING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    scorer = build({"name": "giving_plugin:giving"})
+    scored = score(scorer, prompt("1"), trajectory(value))
+    assert scored.status == "error"
+    assert "not a finite number" in scored.error
+    assert to_floats(scorer.take_metrics())["reward/verifier_exception"] == 1.0
+
+
 def test_trajectory_that_already_failed_is_left_alone(build):
     failed = trajectory(r"\boxed{1}", status="too_long")
     assert score(build({"name": "exact_match"}), prompt("1"), failed) is failed
