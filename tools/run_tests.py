@@ -70,9 +70,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, **fixed}
 
 
-IN_WORKERS = ("unit", "contracts")
-"""Groups whose tests run in one process, spread over the cores by file; the others start processes themselves."""
-MAX_WORKERS = 8
+MAX_WORKERS = {"unit": 8, "contracts": 8, "distributed": 2}
+"""Groups whose files are spread over the cores, and over how many at most: the tests of `distributed` start four
+processes each, which wait for one another half of the time. The other groups start processes by themselves."""
 
 
 def run(command: list[str]) -> tuple[int, float]:
@@ -105,8 +105,8 @@ def run_group(name: str, folders: list[str], extra: list[str]) -> Result:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         arguments = ["-p", "no:cacheprovider", f"--junitxml={report}", "--durations=5", *extra, *folders]
-        if name in IN_WORKERS:
-            workers = min(os.cpu_count() or 1, MAX_WORKERS)
+        if name in MAX_WORKERS:
+            workers = min(os.cpu_count() or 1, MAX_WORKERS[name])
             arguments += ["-n", str(workers), "--dist", "loadfile", "--max-worker-restart=0"]
         status, seconds = run([sys.executable, "-m", "pytest", *arguments])
         result = read_report(name, report) if report.exists() else Result(name, failed=1)

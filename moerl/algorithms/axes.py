@@ -19,6 +19,13 @@ class Axes:
     def __getitem__(self, path: str) -> Any:
         return look_up(self._values, path, look_up(self._defaults, path, None))
 
+    def is_moved(self, path: str) -> bool:
+        """Whether the value, or a plugin's node, is another than the schema's."""
+        default = look_up(self._defaults, path, None)
+        if isinstance(default, Mapping):
+            return self.name(path) != default.get("name")
+        return self[path] != default
+
     def name(self, axis: str) -> str:
         """Name of the plugin at `axis`; the bare name is short for a node."""
         node = look_up(self._values, axis, look_up(self._defaults, axis, {}))

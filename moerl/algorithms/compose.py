@@ -9,6 +9,7 @@ from typing import Any
 from moerl.algorithms.axes import Axes
 from moerl.algorithms.compose_credit import CONSTANT_ADVANTAGE_LEVELS, CREDIT_RULES, TOKEN_ADVANTAGE_POSTS
 from moerl.algorithms.compose_models import MODEL_RULES, model_values
+from moerl.algorithms.unread import unread_settings
 from moerl.config.choices import choice_fault
 
 TRUST_FORMS: Mapping[str, str] = {
@@ -128,7 +129,7 @@ def composition_warnings(values: Mapping[str, Any]) -> list[str]:
                 f"algorithm.{term}.coefficient is {axes[f'{term}.coefficient']:g} with algorithm.{term}.place 'none': "
                 f"it has no effect; set algorithm.{term}.place to 'loss'"
             )
-    return found
+    return [*found, *unread_settings(axes)]
 
 
 def _forms(axes: Axes) -> Iterator[str]:

@@ -6,7 +6,10 @@ import math
 
 import pytest
 
+from moerl.algorithms.axes import Axes
 from moerl.algorithms.compose import composition_errors, composition_warnings, value_errors
+from moerl.algorithms.presets import PRESETS
+from moerl.algorithms.unread import SWITCHES, unread_settings
 
 VALUE = {"center": "value", "scale": "none"}
 CRITIC = {"init": "policy"}
@@ -139,3 +142,70 @@ def test_a_bound_that_belongs_to_the_range_is_legal(path, value):
 )
 def test_what_has_no_effect_is_warned_of(values, warnings):
     assert composition_warnings(values) == warnings
+
+
+MOVED = {
+    "advantage.gae_lambda": 0.5,
+    "kl.target": 0.1,
+    "kl.importance": True,
+    "kl.straight_through": True,
+    "kl.force": True,
+    "entropy.target": 0.5,
+    "entropy.step": 0.1,
+    "positive_nll.threshold": 0.5,
+    "router_shift.stage": "after_clip",
+    "router_shift.gamma_min": 0.5,
+    "critic.lr": 1e-3,
+    "critic.warmup_steps": 3,
+    "critic.clip_grad_norm": 0.5,
+    "critic.value_clip": None,
+    "critic.gae_lambda": 0.9,
+    "critic.pretrain_steps": 2,
+    "reference.ema": 0.5,
+    "teacher.place": "kl",
+    "teacher.coefficient": 0.5,
+    "refill_rounds": 2,
+    **{f"term_aggregation.{term}": {"name": "prompt_mean"} for term in ("kl", "entropy", "value", "nll")},
+}
+ON = {
+    "advantage": {"center": "value"},
+    "kl": {"place": "loss", "coefficient": 0.1},
+    "entropy": {"place": "loss", "coefficient": 0.1},
+    "positive_nll": {"coefficient": 0.1},
+    "router_shift": {"enabled": True},
+    "critic": {"init": "policy"},
+    "reference": {"update_every_steps": 1},
+    "teacher": {"path": "somewhere"},
+    "filters": [{"name": "zero_variance"}],
+}
+
+
+def nested(path, value, onto=None):
+    """`{"kl": {"target": value}}`, with what else is in `onto`."""
+    head, _, rest = path.partition(".")
+    onto = dict(onto or {})
+    onto[head] = nested(rest, value, onto.get(head)) if rest else value
+    return onto
+
+
+def test_every_setting_that_a_switch_turns_off_is_tried():
+    assert {path for _, _, paths in SWITCHES for path in paths} == set(MOVED)
+
+
+@pytest.mark.parametrize("path", MOVED)
+def test_a_setting_that_nothing_reads_is_told(path):
+    (warning,) = composition_warnings(nested(path, MOVED[path]))
+    assert warning.startswith(f"algorithm.{path} is set, but has no effect: algorithm.")
+    assert composition_warnings(nested(path, MOVED[path], ON)) == []
+
+
+@pytest.mark.parametrize("path", ["kl.importance", "kl.straight_through", "kl.force", "term_aggregation.kl"])
+def test_a_kl_in_the_reward_is_no_term_of_the_loss(path):
+    in_reward = {**ON, "kl": {"place": "reward", "coefficient": 0.1}}
+    (warning,) = composition_warnings(nested(path, MOVED[path], in_reward))
+    assert warning.endswith("has no effect: algorithm.kl.place is 'reward'")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_preset_has_a_setting_without_effect(name):
+    assert list(unread_settings(Axes(PRESETS[name].values))) == []
