@@ -17,7 +17,7 @@ SWITCHES: tuple[_Switch, ...] = (
     (
         "algorithm.kl.place is 'none'",
         lambda axes: axes["kl.place"] == "none",
-        ("kl.target", "kl.importance", "kl.straight_through", "kl.force", "term_aggregation.kl"),
+        ("kl.importance", "kl.straight_through", "kl.force", "term_aggregation.kl"),
     ),
     (
         "algorithm.kl.place is 'reward'",
@@ -27,7 +27,7 @@ SWITCHES: tuple[_Switch, ...] = (
     (
         "algorithm.entropy.place is 'none'",
         lambda axes: axes["entropy.place"] == "none",
-        ("entropy.target", "entropy.step", "term_aggregation.entropy"),
+        ("entropy.step", "term_aggregation.entropy"),
     ),
     (
         "algorithm.positive_nll.coefficient is 0",

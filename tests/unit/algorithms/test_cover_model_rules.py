@@ -146,11 +146,9 @@ def test_what_has_no_effect_is_warned_of(values, warnings):
 
 MOVED = {
     "advantage.gae_lambda": 0.5,
-    "kl.target": 0.1,
     "kl.importance": True,
     "kl.straight_through": True,
     "kl.force": True,
-    "entropy.target": 0.5,
     "entropy.step": 0.1,
     "positive_nll.threshold": 0.5,
     "router_shift.stage": "after_clip",
