@@ -8,7 +8,7 @@ The environment of the peers is a throwaway one, with a CPU torch of the same ve
     python -m venv peers && peers/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.24.0 datasets accelerate
     peers/bin/pip install --no-deps verl==0.9.1 ray tensordict orjson pyvers cloudpickle hydra-core codetiming pandas \
         omegaconf antlr4-python3-runtime==4.9.3 jsonschema msgpack protobuf attrs referencing rpds-py \
-        jsonschema-specifications importlib_metadata zipp pytz
+        jsonschema-specifications importlib_metadata zipp pytz requests
 
 A peer that is not there is skipped with a line. moerl's batches are packed; the peers' functions take padded ones.
 Ragged batches therefore hold padding for them alone: the padding-free ones (`eq1024`) compare code with code. Ratios
