@@ -19,6 +19,7 @@ from moerl.metrics import Last, Metrics
 from moerl.rollout.engine import ServedModel, engines
 from moerl.rollout.sglang.bridge import Bridge, serve_loop
 from moerl.rollout.sglang.counts import Differences
+from moerl.rollout.sglang.suited import refuse_unsuited
 from moerl.types import Completion, SamplingParams, WeightBucket
 
 if TYPE_CHECKING:
@@ -139,6 +140,11 @@ class SglangEngine:
     def policy_version(self) -> int:
         """Of the weights that are served."""
         return self._first_version if self._dispatcher is None else self._dispatcher.policy_version
+
+    @property
+    def max_concurrency(self) -> int:
+        """Requests that all servers together get at once."""
+        return self._cfg.requests_per_server * len(self._found)
 
     def counts(self) -> dict[str, int]:
         """What happened since the start: `DispatchCounts`, and what became of servers."""
@@ -336,23 +342,13 @@ class SglangEngine:
             label = (await client.model_info()).weight_version
             if info.version != TESTED_VERSION:
                 logger.warning("%s is SGLang %s; moerl is tested with %s", client.url, info.version, TESTED_VERSION)
-            if self._wants_routes and not info.returns_routes:
-                raise RolloutError(
-                    f"{client.url} was started without --enable-return-routed-experts, but routes are needed (R3); "
-                    "start it with that flag, or choose another algorithm.routing"
-                )
-            if self._cfg.release_memory and info.values.get("enable_memory_saver") is not True:
-                raise RolloutError(
-                    f"{client.url} was started without --enable-memory-saver, so rollout.engine.release_memory would "
-                    "free nothing; start it with that flag, or set release_memory to false"
-                )
-            longest = self._model.longest_tokens
-            if info.context_length is not None and info.context_length < longest:
-                raise RolloutError(
-                    f"{client.url} holds {info.context_length} tokens of prompt and answer, but data.max_prompt_tokens "
-                    f"+ rollout.max_new_tokens is {longest}; lower them, or start it with a larger --context-length "
-                    "and --max-total-tokens (rollout.engine.servers.context_tokens, max_total_tokens)"
-                )
+            refuse_unsuited(
+                client.url,
+                info,
+                needs_routes=self._wants_routes,
+                needs_memory_saver=self._cfg.release_memory,
+                longest_tokens=self._model.longest_tokens,
+            )
             if label.isdigit() and int(label) != self._first_version:
                 label = f"start-{secrets.token_hex(4)}"
                 await client.relabel(label)
