@@ -8,8 +8,6 @@ paused server says 503 at once where the real one does so after 20 s.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gzip
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -19,6 +17,7 @@ import orjson
 from aiohttp import web
 
 from moerl.errors import ConfigError
+from moerl.rollout.fake_engine.broken_answers import cut, endless, mangled
 from moerl.rollout.fake_engine.fault_rules import FaultRule, read_rules, spoiled
 from moerl.rollout.fake_engine.open_calls import OpenCalls
 from moerl.rollout.fake_engine.request_rules import refusal
@@ -30,7 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _OPEN = ("/health", "/health_generate", "/ready", "/fake")
 _NORMAL = ("/generate", "/model_info", "/server_info")
 _MAX_BODY_BYTES = 1 << 32
-_CHUNK_BYTES = 1000
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 RULES = web.RequestKey("rules", list[FaultRule])
 """The faults that a call meets."""
 
@@ -88,7 +87,7 @@ class FakeApp:
         if path.startswith("/fake"):
             return await handler(request)
         if time.monotonic() < self._away_until:
-            return _cut(request)
+            return cut(request)
         key = self.state.cfg.admin_key
         if key and not path.startswith(_OPEN) and path not in _NORMAL and not _has_key(request, key):
             return web.json_response({"error": "Unauthorized"}, status=401)
@@ -100,17 +99,17 @@ class FakeApp:
             if rule.kind in ("slow", "hang"):
                 await asyncio.sleep(rule.seconds if rule.kind == "slow" else 1e9)
             if rule.kind == "endless":
-                return await _endless(request, rule.status)
+                return await endless(request, rule.status)
             if (early := self._early(request, rule)) is not None:
                 return early
         response = await handler(request)
-        return await _mangled(request, response, rules)
+        return await mangled(request, response, rules)
 
     def _early(self, request: web.Request, rule: FaultRule) -> web.StreamResponse | None:
         if rule.kind == "restart":
             self.crash(rule.seconds)
         if rule.kind in ("restart", "drop"):
-            return _cut(request)
+            return cut(request)
         if rule.kind == "no_json":
             return web.Response(text="<html>no JSON</html>", content_type="text/html")
         if rule.kind == "duplicate" and self.state.last_answer:
@@ -152,7 +151,7 @@ class FakeApp:
         finally:
             state.close(running)
         if state.num_restarts != restarts:
-            return _cut(request)
+            return cut(request)
         answer = running.answer(state.label)
         state.counts["route_rows"] += running.rows_sent
         whole = orjson.dumps(answer)
@@ -262,15 +261,25 @@ class FakeApp:
         return _json({"success": True, "message": words, "new_version": body["new_version"]})
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
-        if any(one.is_admitted and not one.is_done for one in self.state.running.values()):
-            self.crash(0.0)  # the real one's scheduler asserts that it is idle, and dies
-            return _cut(request)
-        self.state.released |= set((await _body(request)).get("tags") or ("kv_cache", "weights", "cuda_graph"))
+        tags = set((await _body(request)).get("tags") or MEMORY_TAGS)
+        is_again = self.state.cfg.memory_saver and bool(tags & self.state.released)
+        if is_again or not self.state.is_idle():  # the real one's scheduler asserts both, and dies
+            return self._died(request)
+        self.state.released |= tags
+        self.state.cache.clear()
         return web.Response(body=b"null", content_type="application/json")
 
     async def _take(self, request: web.Request) -> web.StreamResponse:
-        self.state.released -= set((await _body(request)).get("tags") or ("kv_cache", "weights", "cuda_graph"))
+        tags = set((await _body(request)).get("tags") or MEMORY_TAGS)
+        if tags - self.state.released:  # a KeyError in the real one's scheduler, which dies of it
+            return self._died(request)
+        self.state.released -= tags
         return web.Response(body=b"null", content_type="application/json")
+
+    def _died(self, request: web.Request) -> web.StreamResponse:
+        """A scheduler that raises takes its server with it."""
+        self.crash(0.0)
+        return cut(request)
 
     async def _checksum(self, request: web.Request) -> web.StreamResponse:
         digest = self.state.digest.hexdigest()
@@ -334,66 +343,9 @@ def _has_key(request: web.Request, key: str) -> bool:
     return request.headers.get("Authorization", "") == f"Bearer {key}"
 
 
-def _cut(request: web.Request) -> web.Response:
-    """Close the connection under the request; what is returned goes nowhere."""
-    if request.transport is not None:
-        request.transport.abort()
-    return web.Response(status=500)
-
-
 async def _wait(event: asyncio.Event, seconds: float | None) -> None:
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
     except TimeoutError:
         pass
-
-
-async def _mangled(request: web.Request, response: web.StreamResponse, rules: list[FaultRule]) -> web.StreamResponse:
-    """`response`, unless a rule cuts it off."""
-    kinds = {rule.kind for rule in rules}
-    if "drop_after" in kinds:
-        return _cut(request)
-    if not isinstance(response, web.Response) or not isinstance(response.body, bytes):
-        return response
-    if "chunked" in kinds:
-        return await _chunked(request, response, response.body)
-    if "gzip" in kinds:
-        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
-        return web.Response(body=gzip.compress(response.body), status=response.status, headers=headers)
-    if "truncate" not in kinds:
-        return response
-    short = web.StreamResponse(status=response.status, headers={"Content-Type": "application/json"})
-    short.content_length = len(response.body)
-    await short.prepare(request)
-    await short.write(response.body[: len(response.body) // 2])
-    return _cut_stream(request, short)
-
-
-async def _chunked(request: web.Request, response: web.Response, body: bytes) -> web.StreamResponse:
-    """`body` without its length, in several chunks."""
-    parts = web.StreamResponse(status=response.status, headers={"Content-Type": "application/json"})
-    parts.enable_chunked_encoding()
-    await parts.prepare(request)
-    for start in range(0, len(body), _CHUNK_BYTES):
-        await parts.write(body[start : start + _CHUNK_BYTES])
-    await parts.write_eof()
-    return parts
-
-
-async def _endless(request: web.Request, status: int) -> web.StreamResponse:
-    """Blanks until the other side has had enough."""
-    response = web.StreamResponse(status=status, headers={"Content-Type": "application/json"})
-    response.enable_chunked_encoding()
-    await response.prepare(request)
-    with contextlib.suppress(ConnectionError):
-        while True:
-            await response.write(b" " * _CHUNK_BYTES)
-            await asyncio.sleep(0)
-    return response
-
-
-def _cut_stream(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    if request.transport is not None:
-        request.transport.close()
-    return response

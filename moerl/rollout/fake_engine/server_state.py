@@ -118,6 +118,14 @@ class ServerState:
                 request.is_aborted = True
                 request.changed.set()
 
+    def is_idle(self) -> bool:
+        """As SGLang's scheduler sees it: what waits does not count while it is paused, which it is not by `abort`."""
+        self.settle()
+        if self.paused == "retract":
+            return True
+        left = [request for request in self.running.values() if not request.is_done]
+        return not any(request.is_admitted for request in left) if self.paused == "in_place" else not left
+
     async def pause(self, mode: str) -> None:
         """As the modes say; returns when nothing is sampled any more."""
         self.settle()
