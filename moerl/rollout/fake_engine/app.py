@@ -2,7 +2,8 @@
 
 What is simplified: one request per `/generate` (no batch, no `n`, no stream), `text` is empty, a prefix is in the cache
 only where the same prompt came before, the content of weight buckets is hashed and not read, and a health check of a
-paused server says 503 at once where the real one does so after 20 s.
+paused server says 503 at once where the real one does so after 20 s. What kills SGLang's scheduler, and its server with
+it, is a crash here too.
 """
 
 from __future__ import annotations
@@ -141,6 +142,8 @@ class FakeApp:
         restarts = state.num_restarts
         while state.paused:
             await state.resumed.wait()
+        if state.lacks_memory():
+            return self._died(request)
         running = state.open(body["rid"], body["input_ids"], body)
         try:
             while not running.is_done:
@@ -174,16 +177,18 @@ class FakeApp:
         mode = (await _body(request)).get("mode", "abort")
         if mode not in ("abort", "retract", "in_place"):
             return _json({"error": {"message": f"mode {mode!r}"}}, 422)
-        await self.state.pause(mode)
+        await asyncio.shield(self.state.pause(mode))  # it goes on there when the client has gone
         return _json({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, request: web.Request) -> web.StreamResponse:
-        self.state.resume()
+        async with self.state.door:
+            if self.state.running and self.state.lacks_memory():
+                return self._died(request)
+            self.state.resume()
         return _json({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _flush(self, request: web.Request) -> web.StreamResponse:
-        busy = [one for one in self.state.running.values() if one.is_admitted and not one.is_done]
-        if busy and self.state.paused != "retract":
+        if not self.state.is_idle():
             return web.Response(text="Flush cache failed.\n", status=400)
         self.state.cache.clear()
         return web.Response(text="Cache flushed.\n")
@@ -204,37 +209,60 @@ class FakeApp:
 
     async def _from_disk(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
+        if not isinstance(body.get("model_path"), str):
+            return _json({"error": {"message": "model_path: Field required"}}, 422)
+        await self._turn()
         await asyncio.sleep(self.state.cfg.update_seconds)
-        if wrong := self.state.load_folder(str(body.get("model_path"))):
+        if self.state.lacks_weights():
+            return self._died(request)
+        if wrong := self.state.load_folder(body["model_path"]):
+            return _json({"success": False, "message": wrong, "num_paused_requests": 0}, 400)
+        if wrong := self._flushed(body):
             return _json({"success": False, "message": wrong, "num_paused_requests": 0}, 400)
         self.state.note_update(b"", body.get("weight_version"))
-        if body.get("flush_cache", True):
-            self.state.cache.clear()
         return _json({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+
+    async def _turn(self) -> None:
+        """An update of a server that is not paused waits until every request has ended."""
+        while not self.state.paused and self.state.running:
+            await asyncio.sleep(0.001)
+
+    def _flushed(self, body: dict[str, Any]) -> str:
+        """Why the cache was not flushed, though an update that is done asks for it; empty where it was, or need not."""
+        if not body.get("flush_cache", True):
+            return ""
+        if not self.state.is_idle():
+            return "Weights were updated, but the cache was not flushed because requests are still running or queued."
+        self.state.cache.clear()
+        return ""
 
     async def _from_tensor(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
         parts = body.get("serialized_named_tensors") or []
-        if len(parts) != self.state.cfg.tensor_size:
-            return _json(
-                {"success": False, "message": f"{len(parts)} parts for {self.state.cfg.tensor_size} ranks"}, 400
-            )
-        return await self._bucket(body, "".join(parts).encode())
+        has_session = self.state.in_update  # without one nobody looks at the parts
+        if has_session and len(parts) < self.state.cfg.tensor_size:  # an IndexError in the scheduler of a later rank
+            return self._died(request)
+        return await self._bucket(request, body, "".join(parts).encode())
 
     async def _from_distributed(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
         if body.get("group_name") not in self.state.groups:
-            return _json({"success": False, "message": f"Group {body.get('group_name')} does not exist."}, 400)
+            words = f"Failed to receive weights: Group {body.get('group_name')} does not exist."
+            return _json({"success": False, "message": words}, 400)
         self.state.names += body["names"]  # unknown names are taken without a word, as by the real server
-        return await self._bucket(body, orjson.dumps([body["names"], body["dtypes"], body["shapes"]]))
+        return await self._bucket(request, body, orjson.dumps([body["names"], body["dtypes"], body["shapes"]]))
 
-    async def _bucket(self, body: dict[str, Any], content: bytes) -> web.StreamResponse:
+    async def _bucket(self, request: web.Request, body: dict[str, Any], content: bytes) -> web.StreamResponse:
         if not self.state.in_update:
             return _json({"success": False, "message": "call /begin_weight_update first"}, 400)
-        await asyncio.sleep(self.state.cfg.update_seconds)
-        self.state.note_update(content, body.get("weight_version"))
-        if body.get("flush_cache", True):
-            self.state.cache.clear()
+        await self._turn()
+        async with self.state.door:
+            await asyncio.sleep(self.state.cfg.update_seconds)
+            if self.state.lacks_weights():
+                return self._died(request)
+            self.state.note_update(content, body.get("weight_version"))
+        if wrong := self._flushed(body):
+            return _json({"success": False, "message": wrong}, 400)
         return _json({"success": True, "message": "Success"})
 
     async def _init_group(self, request: web.Request) -> web.StreamResponse:
@@ -245,11 +273,7 @@ class FakeApp:
         name = (await _body(request)).get("group_name")
         known = name in self.state.groups
         self.state.groups.discard(str(name))
-        words = (
-            "Succeeded to destroy custom process group."
-            if known
-            else f"The group {name} to be destroyed does not exist."
-        )
+        words = "Succeeded to destroy custom process group." if known else "The group to be destroyed does not exist."
         return _json({"success": known, "message": words}, 200 if known else 400)
 
     async def _set_version(self, request: web.Request) -> web.StreamResponse:
@@ -282,6 +306,8 @@ class FakeApp:
         return cut(request)
 
     async def _checksum(self, request: web.Request) -> web.StreamResponse:
+        if self.state.lacks_weights():
+            return self._died(request)
         digest = self.state.digest.hexdigest()
         ranks = [{"checksums": {"all": digest}, "per_gpu_checksum": digest} for _ in range(self.state.cfg.tensor_size)]
         return _json({"success": True, "message": "Success", "ranks": ranks, "per_engine_checksum": digest})
@@ -290,6 +316,8 @@ class FakeApp:
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(self.state.cfg.health_seconds)
+        if self.state.lacks_memory() and not self.state.paused:  # it samples a token
+            return self._died(request)
         return web.Response(status=503 if self.state.paused else 200)
 
     async def _ready(self, request: web.Request) -> web.StreamResponse:
