@@ -201,8 +201,8 @@ class Updates:
 
     async def _lend(self, client: SglangClient) -> None:
         """A flush that is not refused says that the server is idle; one that is not dies of a release."""
-        lent = self._lent.get(client, set())
-        tags = [tag for tag in _TAGS if tag not in lent]
+        lent: set[MemoryTag] = self._lent.get(client, set())
+        tags: list[MemoryTag] = [tag for tag in _TAGS if tag not in lent]
         if tags:
             await client.flush_cache()
             await client.relabel(self._lent_label)
@@ -211,7 +211,7 @@ class Updates:
 
     async def _take_back(self, client: SglangClient, tags: Sequence[MemoryTag]) -> None:
         """Those of `tags` that it lent."""
-        lent = self._lent.get(client, set())
+        lent: set[MemoryTag] = self._lent.get(client, set())
         if "weights" in lent and (await client.model_info()).weight_version != self._lent_label:
             logger.warning("%s was started anew while its memory was released", client.url)
             del self._lent[client]
