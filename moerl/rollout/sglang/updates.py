@@ -216,7 +216,8 @@ class Updates:
             logger.warning("%s was started anew while its memory was released", client.url)
             del self._lent[client]
             return
-        if wanted := [tag for tag in tags if tag in lent]:
+        wanted: list[MemoryTag] = [tag for tag in tags if tag in lent]
+        if wanted:
             await client.resume_memory(wanted)
             lent.difference_update(wanted)
 
