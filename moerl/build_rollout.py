@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,12 +26,12 @@ from moerl.metrics import Metrics
 from moerl.models.family import family_of
 from moerl.models.hf_folder import read_config
 from moerl.models.sharded import open_weights
-from moerl.protocols import Environment, RolloutEngine, Span
+from moerl.protocols import Bounded, Environment, RolloutEngine, Span
 from moerl.reference.config import ReferenceConfig
 from moerl.reference.sampling import Sampler
 from moerl.rewards.pool import SandboxPool
 from moerl.rewards.scorer import RewardScorer, build_scorer
-from moerl.rollout.collect import Collector, CollectorHooks
+from moerl.rollout.collect import MAX_CONCURRENCY, Collector, CollectorHooks
 from moerl.rollout.engine import RouteLayout, ServedModel, engines
 from moerl.rollout.engines.local_engine import LocalEngine, LocalEngineConfig
 from moerl.rollout.loop_thread import LoopThread
@@ -169,8 +170,7 @@ class RolloutSide:
     def close(self) -> None:
         """Close collectors, then engines."""
         self.collector.close()
-        if self.eval_collector is not self.collector:
-            self.eval_collector.close()
+        self.eval_collector.close()
         for engine in self.engines:
             engine.close()
 
@@ -216,14 +216,18 @@ def build_rollout_side(
     if is_supervised(cfg):
         eval_engine = LocalEngine(LocalEngineConfig(), sampler=local("fp32"))
     sampling = sampling_params(cfg, data.tokenizer)
+    at_once = _max_concurrency(eval_engine)
     if cfg.rollout.max_staleness and not load_weights:
         thread = LoopThread()
-        hooks, scorer = CollectorHooks(runner=thread), data.scorer.apart()
+        # One gate: training's episodes go on meanwhile, and evaluation's are to wait for their turn in front of it.
+        gate = asyncio.Semaphore(at_once) if train_engine is eval_engine else None
+        hooks, scorer = CollectorHooks(runner=thread, gate=gate), data.scorer.apart()
         collector = _collector(cfg, data, train_engine, hooks)
-        eval_collector = _collector(cfg, replace(data, scorer=scorer), eval_engine, hooks)
+        eval_collector = _collector(cfg, replace(data, scorer=scorer), eval_engine, hooks, at_once)
         return RolloutSide(train_engine, eval_engine, collector, eval_collector, sampling, thread, scorer)
-    collector = _collector(cfg, data, train_engine, CollectorHooks(on_span=on_span))
-    eval_collector = collector if eval_engine is train_engine else _collector(cfg, data, eval_engine)
+    runner = asyncio.Runner()
+    collector = _collector(cfg, data, train_engine, CollectorHooks(on_span=on_span, runner=runner))
+    eval_collector = _collector(cfg, data, eval_engine, CollectorHooks(runner=runner), at_once)
     return RolloutSide(train_engine, eval_engine, collector, eval_collector, sampling)
 
 
@@ -273,7 +277,7 @@ def side_with(cfg: RunConfig, data: Data, side: RolloutSide) -> RolloutSide:
     """The same engines asked for other data, as under another prompt template. Its `eval_collector` is to be closed."""
     return replace(
         side,
-        eval_collector=_collector(cfg, data, side.eval_engine),
+        eval_collector=_collector(cfg, data, side.eval_engine, None, _max_concurrency(side.eval_engine)),
         sampling=sampling_params(cfg, data.tokenizer),
     )
 
@@ -316,6 +320,7 @@ def build_evaluator(cfg: RunConfig, data: Data, side: RolloutSide) -> Evaluator:
         maj_at=cfg.evaluation.maj_at,
         best_of=cfg.evaluation.best_of,
         read=answer_reader(cfg),
+        max_error_fraction=cfg.reward.max_error_fraction,
     )
 
 
@@ -371,12 +376,24 @@ def _environments(cfg: RunConfig, data: Data) -> dict[str, Environment]:
     return made
 
 
-def _collector(cfg: RunConfig, data: Data, engine: RolloutEngine, hooks: CollectorHooks | None = None) -> Collector:
+def _max_concurrency(engine: RolloutEngine) -> int:
+    """Episodes that it serves at once, each of which has one request."""
+    return engine.max_concurrency if isinstance(engine, Bounded) else MAX_CONCURRENCY
+
+
+def _collector(
+    cfg: RunConfig,
+    data: Data,
+    engine: RolloutEngine,
+    hooks: CollectorHooks | None,
+    max_concurrency: int = MAX_CONCURRENCY,
+) -> Collector:
     return Collector(
         engine=engine,
         environments=_environments(cfg, data),
         scorer=data.scorer,
         run_seed=cfg.run.seed,
         timeout_seconds=cfg.rollout.timeout_seconds,
+        max_concurrency=max_concurrency,
         hooks=hooks,
     )

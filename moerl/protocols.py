@@ -61,6 +61,16 @@ class Measured(Protocol):
         ...
 
 
+@runtime_checkable
+class Bounded(Protocol):
+    """What an engine may have beside its six methods: how much it serves at once."""
+
+    @property
+    def max_concurrency(self) -> int:
+        """Requests at once; more wait for their turn in the engine, and use up their episode's deadline there."""
+        ...
+
+
 class Environment(Protocol):
     """Plays one episode."""
 

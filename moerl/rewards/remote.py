@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
@@ -76,7 +77,7 @@ class Remote:
         return value
 
     def check(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """The columns of `send` must be there."""
+        """The columns of `send` must be there, and be what JSON can say."""
         return [self._lacks(prompt) for prompt in prompts]
 
     def take_metrics(self) -> Metrics:
@@ -95,4 +96,23 @@ class Remote:
 
     def _lacks(self, prompt: Prompt) -> str | None:
         lacking = [name for name in self._config.send if name not in prompt.metadata]
-        return f"has no column {', '.join(lacking)}, which the reward remote is told to send" if lacking else None
+        if lacking:
+            return f"has no column {', '.join(lacking)}, which the reward remote is told to send"
+        for name in self._config.send:
+            value = prompt.metadata[name]
+            if (why := _no_json(value)) is not None:
+                return (
+                    f"column {name} holds a {type(value).__name__}, which the reward remote is told to send but JSON "
+                    f"cannot say ({why}); write it as text, numbers, lists or objects of them in the file, or leave it "
+                    "out of `send`"
+                )
+        return None
+
+
+def _no_json(value: object) -> str | None:
+    """Why `value` cannot be sent; None where it can."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return str(error)
+    return None

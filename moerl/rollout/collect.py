@@ -21,6 +21,9 @@ from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+MAX_CONCURRENCY = 4096
+"""Episodes at once, where nothing else bounds them."""
+
 Progress = Callable[[int, int], None]
 """Told (finished episodes, all episodes) after each one."""
 
@@ -58,6 +61,9 @@ class CollectorHooks:
     """Told of every group of a training step that `collect` played."""
     runner: LoopRunner | None = None
     """None makes an event loop that runs in the thread that calls."""
+    gate: asyncio.Semaphore | None = None
+    """Held by every episode while it is played; shared by collectors of one event loop whose engine is the same. None
+    makes one of `max_concurrency`."""
 
 
 class Collector:
@@ -71,7 +77,7 @@ class Collector:
         scorer: Scorer,
         run_seed: int,
         timeout_seconds: float,
-        max_concurrency: int = 4096,
+        max_concurrency: int = MAX_CONCURRENCY,
         hooks: CollectorHooks | None = None,
     ) -> None:
         """Wire it.
@@ -81,8 +87,9 @@ class Collector:
             environments: by the name that `Prompt.env` says.
             scorer: asked as each episode finishes, while others still run.
             run_seed: part of every sample's seed.
-            timeout_seconds: of one episode, scoring not included, counted from when it starts.
-            max_concurrency: episodes at once; below the size of a step, the engine's batches are smaller too.
+            timeout_seconds: of one episode, scoring not included, counted from when its turn has come.
+            max_concurrency: episodes at once; below the size of a step, the engine's batches are smaller too, and
+                above what the engine serves at once, waiting for its turn is part of an episode's time.
             hooks: see there.
         """
         if timeout_seconds <= 0 or max_concurrency < 1:
@@ -94,10 +101,9 @@ class Collector:
         self._scorer = scorer
         self._run_seed = run_seed
         self._timeout_seconds = timeout_seconds
-        self._max_concurrency = max_concurrency
         self._hooks = hooks or CollectorHooks()
         self._runner: LoopRunner = self._hooks.runner or asyncio.Runner()
-        self._gate = asyncio.Semaphore(max_concurrency)
+        self._gate = self._hooks.gate or asyncio.Semaphore(max_concurrency)
 
     def collect(
         self,
@@ -152,7 +158,7 @@ class Collector:
         self._refuse_unknown(prompt)
         seeded = replace(params, seed=sample_seed(self._run_seed, step, prompt.prompt_id, index))
         name = request_id(prompt.prompt_id, index if number is None else number)
-        return await self._episode(prompt, name, seeded, self._gate)
+        return await self._episode(prompt, name, seeded)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run anything else that needs this loop, such as publishing weights to the same engine."""
@@ -163,14 +169,13 @@ class Collector:
         self._runner.close()
 
     async def _play_all(self, jobs: list[tuple[Prompt, int]], step: int, params: SamplingParams) -> list[_Played]:
-        gate = asyncio.Semaphore(self._max_concurrency)
         finished = 0
 
         async def play(prompt: Prompt, index: int) -> _Played:
             nonlocal finished
             seeded = replace(params, seed=sample_seed(self._run_seed, step, prompt.prompt_id, index))
             start = time.perf_counter()
-            trajectory = await self._episode(prompt, request_id(prompt.prompt_id, index), seeded, gate)
+            trajectory = await self._episode(prompt, request_id(prompt.prompt_id, index), seeded)
             finished += 1
             if self._hooks.on_progress is not None:
                 self._hooks.on_progress(finished, len(jobs))
@@ -185,12 +190,12 @@ class Collector:
             known = ", ".join(sorted(self._environments))
             raise ConfigError(f"prompt {prompt.prompt_id}: no environment {prompt.env!r} is set up; known: {known}")
 
-    async def _episode(self, prompt: Prompt, name: str, params: SamplingParams, gate: asyncio.Semaphore) -> Trajectory:
+    async def _episode(self, prompt: Prompt, name: str, params: SamplingParams) -> Trajectory:
         """Play and score; whatever fails marks this one trajectory. Scoring does not hold up the next episode."""
         trajectory = _unplayed(prompt, params)
         deadline = asyncio.timeout(self._timeout_seconds)
         try:
-            async with gate, deadline:
+            async with self._gate, deadline:
                 trajectory = await self._environments[prompt.env].run(prompt, self._engine, params, name)
             if trajectory.status == "ok":
                 trajectory = await self._scorer.score(prompt, trajectory)

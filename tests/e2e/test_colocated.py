@@ -14,6 +14,8 @@ from moerl.rollout.fake_engine.serving import FakeServer
 
 STEP = [
     "/pause_generation",
+    "/flush_cache",
+    "/update_weight_version",
     "/release_memory_occupation",
     "learns",
     "/resume_memory_occupation",
@@ -45,6 +47,6 @@ def test_memory_is_lent_after_the_rollout_and_taken_back_weights_first(tmp_path)
         finally:
             run.close()
         calls = [call for call in server.state()["calls"] if call not in ("/health", "/weights_checker")]
-        assert calls[calls.index(STEP[1]) - 1 :] == STEP * 2
+        assert calls[calls.index(STEP[3]) - 3 :] == STEP * 2
         assert server.state()["released"] == []
         assert server.state()["label"] == "2"

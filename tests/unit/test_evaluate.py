@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 import numpy as np
 import pytest
 
+from moerl.errors import RolloutError
 from moerl.evaluate import EVALUATION_STEP, EvaluationSet, Evaluator, is_right
 from moerl.metrics import to_floats
 from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
@@ -53,6 +55,7 @@ class Answers:
 
 
 def evaluate(answers, *sets, num_samples, pass_at=(), **options):
+    options = {"max_error_fraction": 1.0, **options}
     held_out = [EvaluationSet(names[0].split("/")[0], prompts(*names)) for names in sets]
     return to_floats(Evaluator(held_out, answers.collect, GREEDY, SAMPLED, num_samples, pass_at, **options).run())
 
@@ -113,8 +116,41 @@ def test_an_answer_without_a_verdict_is_counted_and_is_neither_right_nor_wrong()
 
 
 def test_when_everything_failed_there_is_no_accuracy_rather_than_zero():
-    values = evaluate(Answers({"a/0": [FAILED]}, {"a/0": [FAILED] * 2}), ["a/0"], num_samples=2, pass_at=(1,))
+    answers = Answers({"a/0": [FAILED]}, {"a/0": [FAILED] * 2})
+    values = evaluate(answers, ["a/0"], num_samples=2, pass_at=(1,))
     assert values == {"eval/errors_greedy": 1.0, "eval/errors_sampled": 2.0}
+
+
+LATE = dataclasses.replace(FAILED, error="TimeoutError: no end within 600 s (rollout.timeout_seconds)")
+OVERLONG = answer(None, status="too_long")
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_too_many_answers_without_a_verdict_end_the_evaluation(kind):
+    """Of 30 the first 10 are right, the others late: 1.0 of those that came, 0.33 if the late ones are wrong."""
+    names = [f"a/{i}" for i in range(30)]
+    good = {name: [answer(1.0)] for name in names}
+    late = {name: [answer(1.0) if i < 10 else LATE if i < 29 else OVERLONG] for i, name in enumerate(names)}
+    answers = Answers(late, good) if kind == "greedy" else Answers(good, late)
+    said = (
+        rf"20 of 30 {kind} answers to a have no verdict \(19 TimeoutError, 1 too_long; first: TimeoutError: no end "
+        r"within 600 s .*\), more than reward\.max_error_fraction=0\.1 allows; .* raise rollout\.timeout_seconds"
+    )
+    with pytest.raises(RolloutError, match=said):
+        evaluate(answers, names, num_samples=1, max_error_fraction=0.1)
+
+
+def test_a_few_answers_without_a_verdict_are_said_with_what_they_leave_open(caplog):
+    names = [f"a/{i}" for i in range(30)]
+    good = {name: [answer(float(i % 2))] for i, name in enumerate(names)}
+    some = good | {name: [LATE] for name in names[:3]}
+    with caplog.at_level(logging.WARNING):
+        values = evaluate(Answers(some, good), names, num_samples=1, max_error_fraction=0.1)
+    assert values["eval/errors_greedy"] == 3.0
+    assert values["eval/accuracy_greedy"] == pytest.approx(14 / 27)
+    (record,) = caplog.records
+    assert "3 of 30 greedy answers to a have no verdict" in record.message
+    assert f"{14 / 30:.3f}, had all been right {17 / 30:.3f}" in record.message
 
 
 def test_over_sets_every_prompt_weighs_the_same_and_each_set_has_its_own_numbers():

@@ -75,6 +75,11 @@ class LocalEngine:
         self._staged: dict[str, Tensor] = {}
         self._staged_version: int | None = None
 
+    @property
+    def max_concurrency(self) -> int:
+        """Requests of one batch."""
+        return self._max_batch_size
+
     async def generate(self, token_ids: np.ndarray, params: SamplingParams, request_id: str) -> Completion:
         """Continue `token_ids` [s]; while paused, the request waits for `resume`.
 

@@ -19,11 +19,13 @@ from moerl.metrics import Last, Metrics
 from moerl.rollout.engine import ServedModel, engines
 from moerl.rollout.sglang.bridge import Bridge, serve_loop
 from moerl.rollout.sglang.counts import Differences
+from moerl.rollout.sglang.suited import refuse_unsuited
 from moerl.types import Completion, SamplingParams, WeightBucket
 
 if TYPE_CHECKING:
     from moerl.rollout.sglang.client import ServerInfo, SglangClient
     from moerl.rollout.sglang.dispatcher import Dispatcher
+    from moerl.rollout.sglang.restarts import Restarts
     from moerl.rollout.sglang.servers import Server, SglangServers
     from moerl.rollout.sglang.updates import Updates, WeightSender
     from moerl.rollout.sglang.watch import Watch
@@ -120,9 +122,9 @@ class SglangEngine:
         self._wants_routes = cfg.routes == "always" or (cfg.routes == "auto" and served_model.wants_routes)
         self._sender = sender
         self._launched: SglangServers | None = None
+        self._restarts: Restarts | None = None
         self._found: Sequence[Server] = self._find_servers()
         self._lock = threading.Lock()
-        self._restart_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bridge: Bridge | None = None
@@ -132,13 +134,17 @@ class SglangEngine:
         self._dispatcher: Dispatcher | None = None
         self._updates: Updates | None = None
         self._watch: Watch | None = None
-        self._num_restarts = 0
         self._differences = Differences()
 
     @property
     def policy_version(self) -> int:
         """Of the weights that are served."""
         return self._first_version if self._dispatcher is None else self._dispatcher.policy_version
+
+    @property
+    def max_concurrency(self) -> int:
+        """Requests that all servers together get at once."""
+        return self._cfg.requests_per_server * len(self._found)
 
     def counts(self) -> dict[str, int]:
         """What happened since the start: `DispatchCounts`, and what became of servers."""
@@ -149,7 +155,7 @@ class SglangEngine:
             **asdict(self._dispatcher.counts),
             "ejections": sum(member.num_ejections for member in members),
             "returns": sum(member.num_returns for member in members),
-            "restarts": self._num_restarts,
+            "restarts": 0 if self._restarts is None else self._restarts.count,
         }
 
     def take_metrics(self) -> Metrics:
@@ -200,7 +206,7 @@ class SglangEngine:
     async def set_memory(self, *, released: bool) -> None:
         """Give cache and weights back, or take the weights' memory again; nothing is served until they came."""
         updates = await self._ready()
-        await self._on_loop(updates.release_memory() if released else updates.take_memory())
+        await self._on_loop(self._release(updates) if released else updates.take_memory())
 
     def close(self) -> None:
         """Abort what runs, stop the servers that were launched here, end the thread. A second call does nothing."""
@@ -220,6 +226,7 @@ class SglangEngine:
     def _find_servers(self) -> Sequence[Server]:
         from moerl.registry import build_dataclass
         from moerl.rollout.sglang.arguments import WHERE, SglangServerConfig
+        from moerl.rollout.sglang.restarts import Restarts
         from moerl.rollout.sglang.servers import SglangServers, attach
 
         if self._cfg.servers is None:
@@ -231,6 +238,7 @@ class SglangEngine:
             returns_routes=self._wants_routes,
             weight_version=self._first_version,
         )
+        self._restarts = Restarts(self._launched, lambda: self._updates is not None and self._updates.is_released)
         return self._launched.servers
 
     def _refuse_closed(self) -> None:
@@ -315,7 +323,8 @@ class SglangEngine:
             dispatcher,
             settings=WatchSettings(health_seconds=cfg.health_seconds, no_server_seconds=cfg.no_server_seconds),
             replay=self._updates.replay,
-            revive=self._revive if self._launched is not None else None,
+            regain=self._updates.regain,
+            revive=self._revive if self._restarts is not None else None,
         )
         self._watch.start()
         self._dispatcher = dispatcher
@@ -336,23 +345,13 @@ class SglangEngine:
             label = (await client.model_info()).weight_version
             if info.version != TESTED_VERSION:
                 logger.warning("%s is SGLang %s; moerl is tested with %s", client.url, info.version, TESTED_VERSION)
-            if self._wants_routes and not info.returns_routes:
-                raise RolloutError(
-                    f"{client.url} was started without --enable-return-routed-experts, but routes are needed (R3); "
-                    "start it with that flag, or choose another algorithm.routing"
-                )
-            if self._cfg.release_memory and info.values.get("enable_memory_saver") is not True:
-                raise RolloutError(
-                    f"{client.url} was started without --enable-memory-saver, so rollout.engine.release_memory would "
-                    "free nothing; start it with that flag, or set release_memory to false"
-                )
-            longest = self._model.longest_tokens
-            if info.context_length is not None and info.context_length < longest:
-                raise RolloutError(
-                    f"{client.url} holds {info.context_length} tokens of prompt and answer, but data.max_prompt_tokens "
-                    f"+ rollout.max_new_tokens is {longest}; lower them, or start it with a larger --context-length "
-                    "and --max-total-tokens (rollout.engine.servers.context_tokens, max_total_tokens)"
-                )
+            refuse_unsuited(
+                client.url,
+                info,
+                needs_routes=self._wants_routes,
+                needs_memory_saver=self._cfg.release_memory,
+                longest_tokens=self._model.longest_tokens,
+            )
             if label.isdigit() and int(label) != self._first_version:
                 label = f"start-{secrets.token_hex(4)}"
                 await client.relabel(label)
@@ -360,17 +359,17 @@ class SglangEngine:
             infos.append(info)
         return labels, infos
 
+    async def _release(self, updates: Updates) -> None:
+        """Nothing is started from the first line on; what was being started has its memory at the third."""
+        await updates.release_memory()
+        if self._restarts is not None:
+            await self._restarts.settle()
+        await updates.release_rest()
+
     async def _revive(self, index: int, is_hung: bool) -> None:
-        """Start a server that was launched here and has died, or has answered nothing for so long that it hangs."""
-        launched = self._launched
-
-        def restart() -> None:
-            with self._restart_lock:
-                if launched is not None and (is_hung or index in launched.dead()):
-                    launched.restart(index)
-                    self._num_restarts += 1
-
-        await asyncio.to_thread(restart)
+        restarts, updates = self._restarts, self._updates
+        if restarts is not None and await restarts.revive(index, is_hung=is_hung) and updates is not None:
+            updates.note_restart(self._clients[index])
 
     async def _close(self) -> None:
         if self._watch is not None:

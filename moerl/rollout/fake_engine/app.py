@@ -2,14 +2,13 @@
 
 What is simplified: one request per `/generate` (no batch, no `n`, no stream), `text` is empty, a prefix is in the cache
 only where the same prompt came before, the content of weight buckets is hashed and not read, and a health check of a
-paused server says 503 at once where the real one does so after 20 s.
+paused server says 503 at once where the real one does so after 20 s. What kills SGLang's scheduler, and its server with
+it, is a crash here too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gzip
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -19,6 +18,7 @@ import orjson
 from aiohttp import web
 
 from moerl.errors import ConfigError
+from moerl.rollout.fake_engine.broken_answers import cut, endless, mangled
 from moerl.rollout.fake_engine.fault_rules import FaultRule, read_rules, spoiled
 from moerl.rollout.fake_engine.open_calls import OpenCalls
 from moerl.rollout.fake_engine.request_rules import refusal
@@ -30,7 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _OPEN = ("/health", "/health_generate", "/ready", "/fake")
 _NORMAL = ("/generate", "/model_info", "/server_info")
 _MAX_BODY_BYTES = 1 << 32
-_CHUNK_BYTES = 1000
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 RULES = web.RequestKey("rules", list[FaultRule])
 """The faults that a call meets."""
 
@@ -88,7 +88,7 @@ class FakeApp:
         if path.startswith("/fake"):
             return await handler(request)
         if time.monotonic() < self._away_until:
-            return _cut(request)
+            return cut(request)
         key = self.state.cfg.admin_key
         if key and not path.startswith(_OPEN) and path not in _NORMAL and not _has_key(request, key):
             return web.json_response({"error": "Unauthorized"}, status=401)
@@ -100,17 +100,17 @@ class FakeApp:
             if rule.kind in ("slow", "hang"):
                 await asyncio.sleep(rule.seconds if rule.kind == "slow" else 1e9)
             if rule.kind == "endless":
-                return await _endless(request, rule.status)
+                return await endless(request, rule.status)
             if (early := self._early(request, rule)) is not None:
                 return early
         response = await handler(request)
-        return await _mangled(request, response, rules)
+        return await mangled(request, response, rules)
 
     def _early(self, request: web.Request, rule: FaultRule) -> web.StreamResponse | None:
         if rule.kind == "restart":
             self.crash(rule.seconds)
         if rule.kind in ("restart", "drop"):
-            return _cut(request)
+            return cut(request)
         if rule.kind == "no_json":
             return web.Response(text="<html>no JSON</html>", content_type="text/html")
         if rule.kind == "duplicate" and self.state.last_answer:
@@ -142,6 +142,8 @@ class FakeApp:
         restarts = state.num_restarts
         while state.paused:
             await state.resumed.wait()
+        if state.lacks_memory():
+            return self._died(request)
         running = state.open(body["rid"], body["input_ids"], body)
         try:
             while not running.is_done:
@@ -152,7 +154,7 @@ class FakeApp:
         finally:
             state.close(running)
         if state.num_restarts != restarts:
-            return _cut(request)
+            return cut(request)
         answer = running.answer(state.label)
         state.counts["route_rows"] += running.rows_sent
         whole = orjson.dumps(answer)
@@ -175,16 +177,18 @@ class FakeApp:
         mode = (await _body(request)).get("mode", "abort")
         if mode not in ("abort", "retract", "in_place"):
             return _json({"error": {"message": f"mode {mode!r}"}}, 422)
-        await self.state.pause(mode)
+        await asyncio.shield(self.state.pause(mode))  # it goes on there when the client has gone
         return _json({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, request: web.Request) -> web.StreamResponse:
-        self.state.resume()
+        async with self.state.door:
+            if self.state.running and self.state.lacks_memory():
+                return self._died(request)
+            self.state.resume()
         return _json({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _flush(self, request: web.Request) -> web.StreamResponse:
-        busy = [one for one in self.state.running.values() if one.is_admitted and not one.is_done]
-        if busy and self.state.paused != "retract":
+        if not self.state.is_idle():
             return web.Response(text="Flush cache failed.\n", status=400)
         self.state.cache.clear()
         return web.Response(text="Cache flushed.\n")
@@ -205,37 +209,60 @@ class FakeApp:
 
     async def _from_disk(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
+        if not isinstance(body.get("model_path"), str):
+            return _json({"error": {"message": "model_path: Field required"}}, 422)
+        await self._turn()
         await asyncio.sleep(self.state.cfg.update_seconds)
-        if wrong := self.state.load_folder(str(body.get("model_path"))):
+        if self.state.lacks_weights():
+            return self._died(request)
+        if wrong := self.state.load_folder(body["model_path"]):
+            return _json({"success": False, "message": wrong, "num_paused_requests": 0}, 400)
+        if wrong := self._flushed(body):
             return _json({"success": False, "message": wrong, "num_paused_requests": 0}, 400)
         self.state.note_update(b"", body.get("weight_version"))
-        if body.get("flush_cache", True):
-            self.state.cache.clear()
         return _json({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+
+    async def _turn(self) -> None:
+        """An update of a server that is not paused waits until every request has ended."""
+        while not self.state.paused and self.state.running:
+            await asyncio.sleep(0.001)
+
+    def _flushed(self, body: dict[str, Any]) -> str:
+        """Why the cache was not flushed, though an update that is done asks for it; empty where it was, or need not."""
+        if not body.get("flush_cache", True):
+            return ""
+        if not self.state.is_idle():
+            return "Weights were updated, but the cache was not flushed because requests are still running or queued."
+        self.state.cache.clear()
+        return ""
 
     async def _from_tensor(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
         parts = body.get("serialized_named_tensors") or []
-        if len(parts) != self.state.cfg.tensor_size:
-            return _json(
-                {"success": False, "message": f"{len(parts)} parts for {self.state.cfg.tensor_size} ranks"}, 400
-            )
-        return await self._bucket(body, "".join(parts).encode())
+        has_session = self.state.in_update  # without one nobody looks at the parts
+        if has_session and len(parts) < self.state.cfg.tensor_size:  # an IndexError in the scheduler of a later rank
+            return self._died(request)
+        return await self._bucket(request, body, "".join(parts).encode())
 
     async def _from_distributed(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
         if body.get("group_name") not in self.state.groups:
-            return _json({"success": False, "message": f"Group {body.get('group_name')} does not exist."}, 400)
+            words = f"Failed to receive weights: Group {body.get('group_name')} does not exist."
+            return _json({"success": False, "message": words}, 400)
         self.state.names += body["names"]  # unknown names are taken without a word, as by the real server
-        return await self._bucket(body, orjson.dumps([body["names"], body["dtypes"], body["shapes"]]))
+        return await self._bucket(request, body, orjson.dumps([body["names"], body["dtypes"], body["shapes"]]))
 
-    async def _bucket(self, body: dict[str, Any], content: bytes) -> web.StreamResponse:
+    async def _bucket(self, request: web.Request, body: dict[str, Any], content: bytes) -> web.StreamResponse:
         if not self.state.in_update:
             return _json({"success": False, "message": "call /begin_weight_update first"}, 400)
-        await asyncio.sleep(self.state.cfg.update_seconds)
-        self.state.note_update(content, body.get("weight_version"))
-        if body.get("flush_cache", True):
-            self.state.cache.clear()
+        await self._turn()
+        async with self.state.door:
+            await asyncio.sleep(self.state.cfg.update_seconds)
+            if self.state.lacks_weights():
+                return self._died(request)
+            self.state.note_update(content, body.get("weight_version"))
+        if wrong := self._flushed(body):
+            return _json({"success": False, "message": wrong}, 400)
         return _json({"success": True, "message": "Success"})
 
     async def _init_group(self, request: web.Request) -> web.StreamResponse:
@@ -246,11 +273,7 @@ class FakeApp:
         name = (await _body(request)).get("group_name")
         known = name in self.state.groups
         self.state.groups.discard(str(name))
-        words = (
-            "Succeeded to destroy custom process group."
-            if known
-            else f"The group {name} to be destroyed does not exist."
-        )
+        words = "Succeeded to destroy custom process group." if known else "The group to be destroyed does not exist."
         return _json({"success": known, "message": words}, 200 if known else 400)
 
     async def _set_version(self, request: web.Request) -> web.StreamResponse:
@@ -262,17 +285,29 @@ class FakeApp:
         return _json({"success": True, "message": words, "new_version": body["new_version"]})
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
-        if any(one.is_admitted and not one.is_done for one in self.state.running.values()):
-            self.crash(0.0)  # the real one's scheduler asserts that it is idle, and dies
-            return _cut(request)
-        self.state.released |= set((await _body(request)).get("tags") or ("kv_cache", "weights", "cuda_graph"))
+        tags = set((await _body(request)).get("tags") or MEMORY_TAGS)
+        is_again = self.state.cfg.memory_saver and bool(tags & self.state.released)
+        if is_again or not self.state.is_idle():  # the real one's scheduler asserts both, and dies
+            return self._died(request)
+        self.state.released |= tags
+        self.state.cache.clear()
         return web.Response(body=b"null", content_type="application/json")
 
     async def _take(self, request: web.Request) -> web.StreamResponse:
-        self.state.released -= set((await _body(request)).get("tags") or ("kv_cache", "weights", "cuda_graph"))
+        tags = set((await _body(request)).get("tags") or MEMORY_TAGS)
+        if tags - self.state.released:  # a KeyError in the real one's scheduler, which dies of it
+            return self._died(request)
+        self.state.released -= tags
         return web.Response(body=b"null", content_type="application/json")
 
+    def _died(self, request: web.Request) -> web.StreamResponse:
+        """A scheduler that raises takes its server with it."""
+        self.crash(0.0)
+        return cut(request)
+
     async def _checksum(self, request: web.Request) -> web.StreamResponse:
+        if self.state.lacks_weights():
+            return self._died(request)
         digest = self.state.digest.hexdigest()
         ranks = [{"checksums": {"all": digest}, "per_gpu_checksum": digest} for _ in range(self.state.cfg.tensor_size)]
         return _json({"success": True, "message": "Success", "ranks": ranks, "per_engine_checksum": digest})
@@ -281,6 +316,8 @@ class FakeApp:
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(self.state.cfg.health_seconds)
+        if self.state.lacks_memory() and not self.state.paused:  # it samples a token
+            return self._died(request)
         return web.Response(status=503 if self.state.paused else 200)
 
     async def _ready(self, request: web.Request) -> web.StreamResponse:
@@ -334,66 +371,9 @@ def _has_key(request: web.Request, key: str) -> bool:
     return request.headers.get("Authorization", "") == f"Bearer {key}"
 
 
-def _cut(request: web.Request) -> web.Response:
-    """Close the connection under the request; what is returned goes nowhere."""
-    if request.transport is not None:
-        request.transport.abort()
-    return web.Response(status=500)
-
-
 async def _wait(event: asyncio.Event, seconds: float | None) -> None:
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
     except TimeoutError:
         pass
-
-
-async def _mangled(request: web.Request, response: web.StreamResponse, rules: list[FaultRule]) -> web.StreamResponse:
-    """`response`, unless a rule cuts it off."""
-    kinds = {rule.kind for rule in rules}
-    if "drop_after" in kinds:
-        return _cut(request)
-    if not isinstance(response, web.Response) or not isinstance(response.body, bytes):
-        return response
-    if "chunked" in kinds:
-        return await _chunked(request, response, response.body)
-    if "gzip" in kinds:
-        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
-        return web.Response(body=gzip.compress(response.body), status=response.status, headers=headers)
-    if "truncate" not in kinds:
-        return response
-    short = web.StreamResponse(status=response.status, headers={"Content-Type": "application/json"})
-    short.content_length = len(response.body)
-    await short.prepare(request)
-    await short.write(response.body[: len(response.body) // 2])
-    return _cut_stream(request, short)
-
-
-async def _chunked(request: web.Request, response: web.Response, body: bytes) -> web.StreamResponse:
-    """`body` without its length, in several chunks."""
-    parts = web.StreamResponse(status=response.status, headers={"Content-Type": "application/json"})
-    parts.enable_chunked_encoding()
-    await parts.prepare(request)
-    for start in range(0, len(body), _CHUNK_BYTES):
-        await parts.write(body[start : start + _CHUNK_BYTES])
-    await parts.write_eof()
-    return parts
-
-
-async def _endless(request: web.Request, status: int) -> web.StreamResponse:
-    """Blanks until the other side has had enough."""
-    response = web.StreamResponse(status=status, headers={"Content-Type": "application/json"})
-    response.enable_chunked_encoding()
-    await response.prepare(request)
-    with contextlib.suppress(ConnectionError):
-        while True:
-            await response.write(b" " * _CHUNK_BYTES)
-            await asyncio.sleep(0)
-    return response
-
-
-def _cut_stream(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    if request.transport is not None:
-        request.transport.close()
-    return response

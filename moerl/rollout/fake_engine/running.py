@@ -30,6 +30,8 @@ class Running:
     """None while it waits in the queue or the server is paused."""
     is_admitted: bool = False
     is_aborted: bool = False
+    ends_on_resume: bool = False
+    """It was aborted while it is held in its place."""
     num_retractions: int = 0
     created: float = field(default_factory=time.monotonic)
     changed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -29,6 +29,8 @@ class ServerState:
     """By rid; those in the queue too."""
     paused: str = ""
     """The mode; empty: not paused."""
+    held: str = ""
+    """The same of the scheduler, which a pause by `abort` does not reach."""
     in_update: bool = False
     names: list[str] = field(default_factory=list)
     """Of the weights that this update brought, as far as they are said."""
@@ -48,6 +50,8 @@ class ServerState:
         self.cache: OrderedDict[bytes, str] = OrderedDict()
         self.resumed = asyncio.Event()
         self.resumed.set()
+        self.door = asyncio.Lock()
+        """What pauses, goes on, or updates while it is paused holds it, for as long as that takes."""
 
     def restart(self) -> None:
         """As a process that was started anew: only rules, counts and the log of calls stay."""
@@ -55,7 +59,8 @@ class ServerState:
             request.is_aborted = True
             request.changed.set()
         self.running.clear()
-        self.paused, self.in_update, self.model_path = "", False, "fake"
+        self.paused, self.held, self.in_update, self.model_path = "", "", False, "fake"
+        self.door = asyncio.Lock()
         self.label = self.cfg.weight_version
         self.digest = hashlib.blake2b(self.label.encode(), digest_size=16)
         self.names.clear()
@@ -111,23 +116,51 @@ class ServerState:
             request.settle(now)
 
     def abort(self, prefix: str, *, everything: bool) -> None:
-        """End every request whose rid begins with `prefix`."""
+        """End every request whose rid begins with `prefix`; one that is held in its place ends when it goes on."""
         self.settle()
         for request in self.running.values():
             if (everything or request.rid.startswith(prefix)) and not request.is_done:
+                if self.held == "in_place" and request.is_admitted:
+                    request.ends_on_resume = True
+                    continue
                 request.is_aborted = True
                 request.changed.set()
 
-    async def pause(self, mode: str) -> None:
-        """As the modes say; returns when nothing is sampled any more."""
+    def is_idle(self) -> bool:
+        """As SGLang's scheduler sees it: what waits does not count while it is paused, which it is not by `abort`."""
         self.settle()
-        self.paused = mode
-        self.resumed.clear()
-        if mode == "abort":
-            self.abort("", everything=True)
-            while self.running:
-                await asyncio.sleep(0.001)
-            return
+        if self.held == "retract":
+            return True
+        left = [request for request in self.running.values() if not request.is_done]
+        return not any(request.is_admitted for request in left) if self.held == "in_place" else not left
+
+    def lacks_weights(self) -> bool:
+        """Whether what reads or writes weights would reach for memory that is gone."""
+        return self.cfg.memory_saver and "weights" in self.released
+
+    def lacks_memory(self) -> bool:
+        """Whether what computes now would reach for memory that is gone."""
+        return self.cfg.memory_saver and bool(self.released & {"kv_cache", "weights"})
+
+    async def pause(self, mode: str) -> None:
+        """As the modes say; returns when nothing is sampled any more.
+
+        By `abort` that is never, where requests are held in place: those need a step of the scheduler to end, and what
+        would let them have it waits at the door.
+        """
+        async with self.door:
+            self.settle()
+            self.paused = mode
+            self.resumed.clear()
+            if mode == "abort":
+                self.abort("", everything=True)
+                while self.running:
+                    await asyncio.sleep(0.001)
+                return
+            self.held = mode
+            self._hold(mode)
+
+    def _hold(self, mode: str) -> None:
         for request in self.running.values():
             request.started = None
             if mode == "retract" and not request.is_done:
@@ -135,11 +168,14 @@ class ServerState:
 
     def resume(self) -> None:
         """Go on, by the weights of now."""
-        self.paused = ""
+        self.paused = self.held = ""
         self.resumed.set()
         now = time.monotonic()
         for request in self.running.values():
-            if request.is_admitted:
+            if request.ends_on_resume:
+                request.is_aborted = True
+                request.changed.set()
+            elif request.is_admitted:
                 request.started, request.label = now, self.label
                 request.changed.set()
         self.admit()

@@ -105,6 +105,8 @@ class Dispatcher:
         self.counts = DispatchCounts()
         self.policy_version = 0
         """Of the weights that every fit server has."""
+        self.is_published = False
+        """Whether those came from here; before, they are the ones that the servers were started with."""
         self._context_length = context_length
         self._flights: dict[_Flight, None] = {}
         self._numbers = itertools.count()

@@ -73,10 +73,13 @@ class Pool:
             self.set_ranks(member, 1)
 
     def set_ranks(self, member: Member, data_size: int) -> None:
-        """The server's number of data-parallel ranks, once it is known; before any request."""
-        share = max(1, self._capacity // data_size)
+        """The server's number of data-parallel ranks, once it is known; before any request.
+
+        They share the server's capacity; with more ranks than that each has room for one request.
+        """
+        share, rest = divmod(self._capacity, data_size)
         ranks = [None] if data_size == 1 else range(data_size)
-        member.lanes = [Lane(member, rank, share) for rank in ranks]
+        member.lanes = [Lane(member, rank, max(1, share + (i < rest))) for i, rank in enumerate(ranks)]
 
     @property
     def fit(self) -> list[Member]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -80,6 +81,10 @@ class Updates:
         self._names: set[str] = set()
         self._needs_cache = False
         """Weights were taken back and the cache not yet: it comes after the next update."""
+        self._lent: dict[SglangClient, set[MemoryTag]] = {}
+        """What each server released and was not asked for again: of anything else SGLang dies when it is asked."""
+        self._lent_label = f"lent-{secrets.token_hex(4)}"
+        """Of weights that were given away. A server that says otherwise was started anew, and has all its memory."""
         self._lock = asyncio.Lock()
         """Held from the recall of servers to the commit, or to the end of giving up; and while one is sent its weights
         again: an old version must not come between two buckets."""
@@ -135,15 +140,44 @@ class Updates:
     async def release_memory(self) -> None:
         """Give cache and weights back; what runs is aborted first and goes on later."""
         self._dispatcher.pool.shut(RELEASED)
+        self._needs_cache = False
         await self._dispatcher.pause("abort")
         self._is_paused = True
-        await self._dispatcher.on_each(lambda client: client.release_memory(_TAGS), "release memory")
+        await self._dispatcher.on_each(self._lend, "release memory")
+
+    async def release_rest(self) -> None:
+        """Of servers that are out too, as far as they answer: they are on the same devices."""
+
+        async def ask(member: Member) -> None:
+            try:
+                async with asyncio.timeout(_RECALL_SECONDS):
+                    await member.client.pause("abort")
+                    await self._lend(member.client)
+            except (MoerlError, TimeoutError) as error:
+                logger.info("%s, which is out, did not release its memory (%s)", member.name, error)
+
+        await asyncio.gather(*(ask(member) for member in self._dispatcher.pool.members if member.state == "out"))
 
     async def take_memory(self) -> None:
-        """Take the weights' memory; the cache's comes with the next update, before which nothing is served."""
-        await self._dispatcher.on_each(lambda client: client.resume_memory(("weights",)), "take memory")
+        """Take the weights' memory; the cache's comes with the next update, before which nothing is served.
+
+        Where no server is fit nothing is taken: those that come back have their memory, or are asked then.
+        """
+        if self._dispatcher.pool.fit:
+            await self._dispatcher.on_each(lambda client: self._take_back(client, ("weights",)), "take memory")
         self._needs_cache = True
         self._is_paused = False  # whoever updates next pauses for itself, or `_commit` goes on
+
+    async def regain(self, client: SglangClient) -> None:
+        """For the watch: what a server that comes back has not yet taken again, before anything runs there."""
+        await self._take_back(client, _TAGS)
+
+    def note_restart(self, client: SglangClient) -> None:
+        """Its process is a new one: with all of its memory, and the weights of its start, whatever their label says."""
+        self._lent.pop(client, None)
+        for member in self._dispatcher.pool.members:
+            if member.client is client and self._dispatcher.is_published:
+                member.must_replay = True
 
     @property
     def is_released(self) -> bool:
@@ -164,6 +198,28 @@ class Updates:
             if pool.shut_by or any(member.client is client for member in pool.fit):
                 return False
             return await self._sender.replay(client, self._dispatcher.policy_version)
+
+    async def _lend(self, client: SglangClient) -> None:
+        """A flush that is not refused says that the server is idle; one that is not dies of a release."""
+        lent: set[MemoryTag] = self._lent.get(client, set())
+        tags: list[MemoryTag] = [tag for tag in _TAGS if tag not in lent]
+        if tags:
+            await client.flush_cache()
+            await client.relabel(self._lent_label)
+            await client.release_memory(tags)
+            self._lent[client] = lent | set(tags)
+
+    async def _take_back(self, client: SglangClient, tags: Sequence[MemoryTag]) -> None:
+        """Those of `tags` that it lent."""
+        lent: set[MemoryTag] = self._lent.get(client, set())
+        if "weights" in lent and (await client.model_info()).weight_version != self._lent_label:
+            logger.warning("%s was started anew while its memory was released", client.url)
+            del self._lent[client]
+            return
+        wanted: list[MemoryTag] = [tag for tag in tags if tag in lent]
+        if wanted:
+            await client.resume_memory(wanted)
+            lent.difference_update(wanted)
 
     async def _take_lock(self) -> None:
         if not self._has_lock:
@@ -195,11 +251,11 @@ class Updates:
         self._drop(await self._sender.commit(version, self._clients()))
         if self._clients():  # a staged version without them waits for those that come back
             await self._dispatcher.on_each(lambda client: _check_label(client, version), f"take version {version}")
-            if self._needs_cache:
-                await self._dispatcher.on_each(lambda client: client.resume_memory(("kv_cache",)), "take cache memory")
-                self._needs_cache = False
+            await self._dispatcher.on_each(lambda client: self._take_back(client, ("kv_cache",)), "take cache memory")
             await self._dispatcher.on_each(self._flush, "flush its cache")
+        self._needs_cache = False
         self._dispatcher.policy_version = version
+        self._dispatcher.is_published = True
         self._open_version, self._names = None, set()
         self.num_updates += 1
         for reason in (MIXED, RELEASED):
@@ -233,6 +289,7 @@ class Updates:
             try:
                 async with asyncio.timeout(_RECALL_SECONDS):
                     await member.client.pause(self._mode)
+                    await self._take_back(member.client, ("weights",))
             except (MoerlError, TimeoutError) as error:
                 logger.info("%s stays out of the update (%s)", member.name, error)
                 return

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 Replay = Callable[[SglangClient], Awaitable[bool]]
 """Send the weights of now to one server, which then carries their label; False: there is nothing to send them from."""
 
+Regain = Callable[[SglangClient], Awaitable[None]]
+"""Let a server take the memory again that it lent, if it did."""
+
 Revive = Callable[[int, bool], Awaitable[None]]
 """(number of a server, whether it hangs) -> start it anew if its process is dead, or if it hangs."""
 
@@ -52,13 +55,17 @@ class Watch:
         *,
         settings: WatchSettings | None = None,
         replay: Replay | None = None,
+        regain: Regain | None = None,
         revive: Revive | None = None,
     ) -> None:
-        """`replay` None: a server with other weights stays out. `revive` None: nobody restarts servers."""
+        """`replay` None: a server with other weights stays out. `regain` None: no memory is ever lent. `revive` None:
+        nobody restarts servers.
+        """
         self._silent: Counter[Member] = Counter()
         self._dispatcher = dispatcher
         self._settings = settings or WatchSettings()
         self._replay = replay
+        self._regain = regain
         self._revive = revive
         self._tasks: list[asyncio.Task[None]] = []
         self._last_fit = time.monotonic()
@@ -113,6 +120,8 @@ class Watch:
             async with asyncio.timeout(2 * client.timeouts.health_seconds):
                 if member.must_replay:  # nobody waits for what it has, and it has a part of the weights
                     await client.abort_all()
+                if self._regain is not None:  # a health check samples a token, which needs all of the memory
+                    await self._regain(client)
                 await client.continue_generation()  # it may have been paused when it left, and is not healthy then
                 return await client.health()
         except (MoerlError, TimeoutError) as error:
@@ -126,9 +135,11 @@ class Watch:
         return await self._has_weights(client)
 
     async def _has_weights(self, client: SglangClient) -> bool:
-        """The label is of a version that was published from here, or of the start where nothing was."""
+        """The label is of the version that was published from here, or of the start where nothing was."""
         label = (await client.model_info()).weight_version
         version = self._dispatcher.policy_version
+        if self._dispatcher.is_published:  # the start's weights may be of version 0, and others than were published
+            return label == str(version)
         return self._dispatcher.expected.labels.get(label, label) in (version, str(version))
 
     async def _look_after(self, member: Member) -> None:

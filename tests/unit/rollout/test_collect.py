@@ -103,6 +103,24 @@ def stage():
         collector.close()
 
 
+def test_collectors_with_one_gate_share_its_places(stage):
+    env, _, make = stage
+    with asyncio.Runner() as runner:
+        hooks = CollectorHooks(runner=runner, gate=asyncio.Semaphore(2))
+        one, other = make(hooks=hooks), make(hooks=hooks)
+
+        async def both():
+            plays = [
+                collector.play(prompt(f"p{i}"), 0, step=1, params=PARAMS)
+                for collector in (one, other)
+                for i in range(4)
+            ]
+            return await asyncio.gather(*plays)
+
+        assert {trajectory.status for trajectory in runner.run(both())} == {"ok"}
+    assert env.most == 2
+
+
 def test_groups_are_in_prompt_order_whatever_finished_first(stage):
     _, scorer, make = stage
     groups = make().collect([prompt("slow"), prompt("a"), prompt("b")], step=0, group_size=2, params=PARAMS)

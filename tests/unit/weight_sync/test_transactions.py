@@ -263,6 +263,8 @@ def test_memory_is_taken_back_in_the_order_that_keeps_weights_and_cache_true(pla
                 seen = [c for c in server.state()["calls"] if c not in ("/pause_generation", "/weights_checker")]
                 bucket = ["/update_weights_from_tensor"] * NUM_BUCKETS
                 assert seen == [
+                    "/flush_cache",
+                    "/update_weight_version",
                     "/release_memory_occupation",
                     "/resume_memory_occupation",
                     "/begin_weight_update",
