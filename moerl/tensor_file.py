@@ -9,10 +9,12 @@ several threads, has its sum without reading it twice; and a tensor that goes fr
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
+import resource
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -115,8 +117,13 @@ class TensorFile:
         self._remedy = remedy
         self._tensors: dict[str, tuple[Described, int]] = {}
         try:
-            self._handle = os.open(path, os.O_RDONLY)
+            self._handle = _opened(path)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # says nothing about this file
+                raise CheckpointError(
+                    f"{path} cannot be opened ({error.strerror}): every file of a checkpoint stays open; allow more "
+                    "with ulimit -Hn, or convert the checkpoint into larger files"
+                ) from error
             raise self._damaged(error.strerror or str(error)) from error
         try:
             self._read_header()
@@ -266,6 +273,18 @@ class TensorFile:
                 )
             found.append((described, base + start))
         return {entry[0].name: entry for entry in sorted(found, key=lambda entry: (entry[1], entry[0].num_bytes))}
+
+
+def _opened(path: Path) -> int:
+    """A handle for reading; a process that may have no more of them, but could by itself, takes what it could have."""
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return os.open(path, os.O_RDONLY)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
