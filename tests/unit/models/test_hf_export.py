@@ -96,6 +96,45 @@ def test_modules_are_files_of_the_folder_or_of_the_hubs_cache(tmp_path, source):
     assert modules == {"real.py": b"1", "inside.py": b"1", "cached.py": b"cached"}
 
 
+def test_chat_templates_that_have_names_come_along(tmp_path, source):
+    """As transformers saves them: a folder beside the tokenizer."""
+    templates = source / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ tools }}")
+    (templates / "notes.txt").write_text("not one")
+    (tmp_path / "secret").write_text("a key")
+    (templates / "outside.jinja").symlink_to(tmp_path / "secret")
+    write_hf_folder(tmp_path / "out", WEIGHTS.items(), source, record={})
+    copied = tmp_path / "out" / "additional_chat_templates"
+    assert content(copied) == {"tool_use.jinja": b"{{ tools }}"}
+    manifest = json.loads((tmp_path / "out" / "moerl_manifest.json").read_text())
+    assert manifest["files"]["additional_chat_templates/tool_use.jinja"]["bytes"] == 11
+
+
+def ended() -> int:
+    """The number of a process that is no more."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_killed_processes_left_beside_the_target_goes(tmp_path, source):
+    """Whatever the name; what a living process has, and what only begins with the name, stays."""
+    out, dead = tmp_path / "h[f]", ended()
+    living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    gone = [f".h[f].building-{dead}", f".h[f].old-{dead}"]
+    kept = [f".h[f].{what}-{living.pid}" for what in ("building", "old")]
+    kept += [f".h[f].old-{dead}.converting", ".h[f].old-mine", f".hf.old-{dead}", f".hf.building-{dead}"]
+    for name in (*gone, *kept):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("")
+    write_hf_folder(out, WEIGHTS.items(), source)
+    write_hf_folder(out, WEIGHTS.items(), source)
+    living.communicate(b"\n")
+    assert sorted(leftovers(tmp_path)) == sorted(kept)
+    assert HFFolder(out).names() == set(WEIGHTS)
+
+
 def test_shards_are_bounded_and_indexed(tmp_path, source):
     out = tmp_path / "out"
     write_hf_folder(out, WEIGHTS.items(), source, max_shard_bytes=250)
