@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moerl.errors import CheckpointError, DataError
-from moerl.models.hf_export import write_hf_folder
+from moerl.models.hf_export import sweep, write_hf_folder
 from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder, read_config
 
 WEIGHTS = {f"w{i}": torch.full((10, i + 1), float(i)) for i in range(6)} | {"count": torch.arange(4)}
@@ -122,7 +123,7 @@ def test_what_killed_processes_left_beside_the_target_goes(tmp_path, source):
     """Whatever the name; what a living process has, and what only begins with the name, stays."""
     out, dead = tmp_path / "h[f]", ended()
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    gone = [f".h[f].building-{dead}", f".h[f].old-{dead}"]
+    gone = [f".h[f].{what}-{number}" for what in ("building", "old") for number in (dead, os.getpid())]
     kept = [f".h[f].{what}-{living.pid}" for what in ("building", "old")]
     kept += [f".h[f].old-{dead}.converting", ".h[f].old-mine", f".hf.old-{dead}", f".hf.building-{dead}"]
     for name in (*gone, *kept):
@@ -132,6 +133,10 @@ def test_what_killed_processes_left_beside_the_target_goes(tmp_path, source):
     write_hf_folder(out, WEIGHTS.items(), source)
     living.communicate(b"\n")
     assert sorted(leftovers(tmp_path)) == sorted(kept)
+    for name in (f".h[f].modelopt-{dead}-ab_1", f".h[f].modelopt-{os.getppid()}-ab_1"):
+        (tmp_path / name).mkdir()
+    sweep(out, "modelopt")
+    assert sorted(leftovers(tmp_path)) == sorted([*kept, f".h[f].modelopt-{os.getppid()}-ab_1"])
     assert HFFolder(out).names() == set(WEIGHTS)
 
 
