@@ -50,6 +50,8 @@ _MAX_HEADER = 100_000_000
 _ALIGNMENT = 8
 _SUM_BYTES = 1 << 23
 """Read at a time where a tensor is only summed."""
+_MAX_OPEN = 1 << 16
+"""Handles that a process allows itself: programs that it starts may count through all that they could have."""
 _reading = threading.local()
 
 
@@ -276,15 +278,18 @@ class TensorFile:
 
 
 def _opened(path: Path) -> int:
-    """A handle for reading; a process that may have no more of them, but could by itself, takes what it could have."""
+    """A handle for reading; where half of those that this process may have are taken, it allows itself more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        return os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
     except OSError as error:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if error.errno != errno.EMFILE or soft == hard:
+        if error.errno != errno.EMFILE:
             raise
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return os.open(path, os.O_RDONLY)
+        handle = -1
+    if not 0 <= handle < soft // 2:
+        most = _MAX_OPEN if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    return os.open(path, os.O_RDONLY) if handle < 0 else handle
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

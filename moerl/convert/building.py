@@ -306,9 +306,9 @@ class Building:
                     notes[i] = note
             return len(self._files) - len(notes)
 
+        self._claim.await_others()
         while left := missing():
             wait_for(lambda before=left: missing() < before, f"other processes to write files of {self.out}")
-        self._claim.await_others()
         self._claim.end()
         self._hold([notes[i]["read"] for i in sorted(notes)], threads)
         sums = {self._files[i].name: {key: notes[i][key] for key in ("bytes", PARTS_SUM)} for i in sorted(notes)}

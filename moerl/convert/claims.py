@@ -8,6 +8,7 @@ seen to come or to be touched: the first process touches it all the time, and a 
 from __future__ import annotations
 
 import fcntl
+import logging
 import math
 import os
 import shutil
@@ -26,6 +27,8 @@ CLAIM, SEEN = "claim", "seen"
 PATIENCE_SECONDS = 1800.0
 """How long the first process waits without any file of another one becoming whole."""
 PLAN_SECONDS = math.inf  # the first may hash its source for hours before; where it fails, the launcher ends the others
+logger = logging.getLogger(__name__)
+
 BEAT_SECONDS = 0.2
 """Between two touches of the claim."""
 
@@ -104,13 +107,29 @@ class Claim:
             (self._marks / str(self._world.rank)).touch()
 
     def await_others(self) -> None:
-        """Until every other process has marked.
+        """Until every other process has marked, for as long as it checks its share of the source; waiting long is told.
 
         Raises:
             CheckpointError: one never did.
         """
         others = [self._marks / str(rank) for rank in range(1, self._world.size)]
-        wait_for(lambda: all(mark.exists() for mark in others), f"all processes to see that {self._out} is being made")
+        told = time.monotonic()
+
+        def are_here() -> bool:
+            nonlocal told
+            missing = [mark.name for mark in others if not mark.exists()]
+            if missing and time.monotonic() > told + PATIENCE_SECONDS:
+                told = time.monotonic()
+                logger.warning(
+                    "%s: still waiting for %d processes (the first is rank %s) to check their files of the source; "
+                    "where one has ended, end this one too and start again",
+                    self._out,
+                    len(missing),
+                    missing[0],
+                )
+            return not missing
+
+        wait_for(are_here, f"all processes to see that {self._out} is being made", PLAN_SECONDS)
 
     def refuse_if_lost(self) -> None:
         """Before anything becomes part of the folder: a later launch may have taken it over from a dead one.

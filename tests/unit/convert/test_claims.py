@@ -77,6 +77,19 @@ def test_the_claim_of_a_dead_launch_lets_nobody_write(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+def test_who_checks_its_share_for_long_is_waited_for_and_told(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(claims, "PATIENCE_SECONDS", 0.3)
+    first, second = (Process(tmp_path / "out", rank) for rank in (0, 1))
+    with ThreadPoolExecutor() as pool:
+        built = pool.submit(first.build)
+        time.sleep(1.0)
+        assert not built.done()
+        monkeypatch.setattr(claims, "PATIENCE_SECONDS", 20.0)
+        assert second.build() is None
+        assert built.result(20) is not None
+    assert "still waiting for 1 processes (the first is rank 1) to check their files of the source" in caplog.text
+
+
 def test_what_outlives_a_dead_launch_puts_nothing_into_the_folder_of_the_next(tmp_path):
     out = tmp_path / "out"
     old_first, survivor, first, second = (Process(out, rank) for rank in (0, 1, 0, 1))

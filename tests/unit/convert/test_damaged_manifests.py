@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -35,14 +36,12 @@ def test_where_it_is_needed_nothing_is_begun(tmp_path, capsys, monkeypatch):
     damaged = sources(save_with_prediction(tmp_path / "hf", "sigmoid")[0], tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Building, "build", never)
-        for source in damaged:
-            for action in ("import", "export"):
-                for more in ([], ["--skip-checksums"]):
-                    assert main(["convert", action, str(source), str(tmp_path / "out"), *more]) == 1
-                    told = " ".join(capsys.readouterr().err.split())
-                    assert "manifest.json is damaged (it does not match its own SHA-256)" in told
-                    assert "use another copy, or move the manifest away" in told
-                    assert "to read it all the same" not in told
+        for source, action, more in product(damaged, ("import", "export"), ([], ["--skip-checksums"])):
+            assert main(["convert", action, str(source), str(tmp_path / "out"), *more]) == 1
+            told = " ".join(capsys.readouterr().err.split())
+            assert "manifest.json is damaged (it does not match its own SHA-256)" in told
+            assert "use another copy, or move the manifest away" in told
+            assert "to read it all the same" not in told
     for number, source in enumerate(damaged):
         next(source.glob("*manifest.json")).unlink()
         assert main(["convert", "export", str(source), str(tmp_path / f"back{number}")]) == 0
