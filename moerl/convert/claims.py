@@ -22,13 +22,13 @@ from pathlib import Path
 from moerl.errors import CheckpointError, ConfigError
 from moerl.world import World
 
+logger = logging.getLogger(__name__)
+
 CLAIM, SEEN = "claim", "seen"
 """The launch at work, and a mark of each of its other processes that has come to know of it."""
 PATIENCE_SECONDS = 1800.0
 """How long the first process waits without any file of another one becoming whole."""
 PLAN_SECONDS = math.inf  # the first may hash its source for hours before; where it fails, the launcher ends the others
-logger = logging.getLogger(__name__)
-
 BEAT_SECONDS = 0.2
 """Between two touches of the claim."""
 
