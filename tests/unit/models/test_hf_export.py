@@ -130,6 +130,9 @@ def test_what_killed_processes_left_beside_the_target_goes(tmp_path, source):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("")
     write_hf_folder(out, WEIGHTS.items(), source)
+    own = tmp_path / f".h[f].old-{os.getpid()}"  # numbers come again, and this one would be in the way
+    own.mkdir()
+    (own / "x").write_text("")
     write_hf_folder(out, WEIGHTS.items(), source)
     living.communicate(b"\n")
     assert sorted(leftovers(tmp_path)) == sorted(kept)
