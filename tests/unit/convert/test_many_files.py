@@ -33,7 +33,7 @@ def test_the_limit_of_open_files_is_raised_and_named_where_it_is_too_low(tmp_pat
     assert "ulimit -Hn" in told
     assert "damaged" not in told
     assert not (tmp_path / "back").exists()
-    for soft in (64, count + 8):  # the latter has room for what is read, and none for what is written
+    for soft in (64, count + 4):  # the latter has room for what is read, and none for what is written
         status, told = export(tmp_path, soft, 1024)
         assert status == 0, told
         shutil.rmtree(tmp_path / "back")
