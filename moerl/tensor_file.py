@@ -9,10 +9,12 @@ several threads, has its sum without reading it twice; and a tensor that goes fr
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
+import resource
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,6 +50,8 @@ _MAX_HEADER = 100_000_000
 _ALIGNMENT = 8
 _SUM_BYTES = 1 << 23
 """Read at a time where a tensor is only summed."""
+_MAX_OPEN = 1 << 16
+"""Handles that a process allows itself: programs that it starts may count through all that they could have."""
 _reading = threading.local()
 
 
@@ -115,8 +119,13 @@ class TensorFile:
         self._remedy = remedy
         self._tensors: dict[str, tuple[Described, int]] = {}
         try:
-            self._handle = os.open(path, os.O_RDONLY)
+            self._handle = _opened(path)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # says nothing about this file
+                raise CheckpointError(
+                    f"{path} cannot be opened ({error.strerror}): every file of a checkpoint stays open; allow more "
+                    "with ulimit -Hn, or convert the checkpoint into larger files"
+                ) from error
             raise self._damaged(error.strerror or str(error)) from error
         try:
             self._read_header()
@@ -266,6 +275,21 @@ class TensorFile:
                 )
             found.append((described, base + start))
         return {entry[0].name: entry for entry in sorted(found, key=lambda entry: (entry[1], entry[0].num_bytes))}
+
+
+def _opened(path: Path) -> int:
+    """A handle for reading; where half of those that this process may have are taken, it allows itself more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        handle = -1
+    if not 0 <= handle < soft // 2:
+        most = _MAX_OPEN if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    return os.open(path, os.O_RDONLY) if handle < 0 else handle
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

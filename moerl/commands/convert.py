@@ -172,8 +172,8 @@ def _find(path: Path, args: argparse.Namespace, settings: Path | None) -> Place:
     from moerl.convert.places import find
 
     place = find(path, settings=settings)
-    if not args.skip_checksums and args.action != "inspect" and not launched_world().rank:
-        refuse_damage(place, args.threads, is_held_later=args.action != "verify")
+    if not args.skip_checksums and args.action != "inspect":
+        refuse_damage(place, args.threads, is_held_later=args.action != "verify", world=launched_world())
     return place
 
 

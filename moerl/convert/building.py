@@ -2,12 +2,12 @@
 
 `OUT` grows as `.OUT.converting/folder`; a file that is whole has a note beside it with its size and checksum. Processes
 share nothing but this folder: file i is made by process i modulo their number, and the first one finishes it. The
-others write nothing before the first one, which holds the lock, has named their launch: those of a second one never do.
+others write nothing before the first one, which holds the lock, has named their launch: those of a second one never do,
+nor do those of a first one that was killed (`moerl.convert.claims`).
 """
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import hashlib
 import json
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moerl.convert.claims import Claim, text_of, wait_for, write_whole
 from moerl.errors import CheckpointError, ConfigError
 from moerl.manifest import DAMAGED, PARTS_SUM, check_sum, sync
 from moerl.models.hf_export import put_in_place
@@ -36,15 +37,10 @@ from moerl.world import World
 logger = logging.getLogger(__name__)
 
 PLAN = "plan.json"
-CLAIM, SEEN = "claim", "seen"
-"""The launch at work, and a mark of each of its other processes that has come to know of it."""
 SPARE_BYTES = 64 * 2**20
 """Left free on the disk beyond what is written."""
 DESPITE = "use another copy, or --skip-checksums to read it all the same"
 """What to do about a damaged source."""
-PATIENCE_SECONDS = 1800.0
-"""How long the first process waits without any file of another one becoming whole."""
-PLAN_SECONDS = math.inf  # the first may hash its source for hours before; where it fails, the launcher ends the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +137,7 @@ class Building:
         self._root = self.out.with_name(f".{self.out.name}.converting")
         self._folder = self._root / "folder"
         self._is_stopped = threading.Event()
+        self._claim = Claim(self._root, self.out, world)
 
     def build(
         self,
@@ -167,12 +164,12 @@ class Building:
         """
         started = time.monotonic()
         try:
-            with self._claim():
+            with self._claimed():
                 self._prepare()
                 resumed = sum(self._note(i) is not None for i in range(len(self._files)))
                 self._make_own(make, threads, show)
                 if self._world.rank:
-                    self._mark()
+                    self._claim.mark()
                     return None
                 built = self._gathered(resumed, started, threads)
                 self._remove_strays()
@@ -192,53 +189,37 @@ class Building:
         return built
 
     @contextmanager
-    def _claim(self) -> Iterator[None]:
+    def _claimed(self) -> Iterator[None]:
         """Only one conversion at a time into one target; of several processes the first one holds the claim."""
         if self._world.rank:
             yield
             return
         self._refuse_target()
-        self._root.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self._root / "lock", os.O_CREAT | os.O_RDWR, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(handle)
-            raise ConfigError(
-                f"another process is converting into {self.out}; wait for it or choose another target"
-            ) from error
-        self._remove_set_aside()
-        (self._root / CLAIM).unlink(missing_ok=True)
-        shutil.rmtree(self._root / SEEN, ignore_errors=True)
-        (self._root / SEEN).mkdir()
-        try:
-            yield
-        finally:
-            if not any((self._root / "notes").glob("*.json")):  # nothing that a later start could use
-                shutil.rmtree(self._root, ignore_errors=True)
-            os.close(handle)
+        with self._claim.locked():
+            self._remove_set_aside()
+            try:
+                yield
+            finally:
+                self._claim.end()  # what it touches is to be removed
+                if not any((self._root / "notes").glob("*.json")):  # nothing that a later start could use
+                    shutil.rmtree(self._root, ignore_errors=True)
 
     def _refuse_target(self) -> None:
         if os.path.lexists(self.out) and not self._overwrite:
             raise ConfigError(f"{self.out} exists and is left as it is; choose another target, or give --overwrite")
 
     def _prepare(self) -> None:
-        path, claim = self._root / PLAN, self._root / CLAIM
+        path = self._root / PLAN
         if self._world.rank:
-            _wait_for(
-                lambda: (_text(claim), _text(path)) == (self._world.launch, self._plan),
-                f"the first process to plan {self.out}",
-                PLAN_SECONDS,
-            )
-            self._mark()
+            self._claim.await_first(lambda: text_of(path) == self._plan)
             return
-        if _text(path) != self._plan:
+        if text_of(path) != self._plan:
             path.unlink(missing_ok=True)
             for folder in (self._folder, self._root / "notes"):
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
             self._refuse_small_disk()
-            _write(path, self._plan)
+            write_whole(path, self._plan)
         else:
             self._folder.mkdir(exist_ok=True)  # a process that was killed may have put it in place already
             for half in self._folder.glob(".*.part"):
@@ -246,12 +227,7 @@ class Building:
             for i in (i for i in range(len(self._files)) if self._note(i) is None):
                 (self._root / "notes" / f"{i}.json").unlink(missing_ok=True)
             self._refuse_small_disk()
-        _write(claim, self._world.launch)
-
-    def _mark(self) -> None:
-        """Tell the first process that this one knows of it; it may have finished with the folder by now."""
-        with suppress(FileNotFoundError):
-            (self._root / SEEN / str(self._world.rank)).touch()
+        self._claim.announce()
 
     def _refuse_small_disk(self) -> None:
         needed = sum(file.num_bytes for i, file in enumerate(self._files) if self._note(i) is None) + SPARE_BYTES
@@ -305,9 +281,10 @@ class Building:
                 writer.add(tensor)
                 if show is not None:
                     show.advance(described.num_bytes)
+        self._claim.refuse_if_lost()
         note = {**writer.sum(), "not_finite": not_finite, "read": read}
         part.rename(self._folder / file.name)
-        _write(self._root / "notes" / f"{number}.json", json.dumps(note))
+        write_whole(self._root / "notes" / f"{number}.json", json.dumps(note))
 
     def _note(self, number: int) -> dict[str, Any] | None:
         """What is known of a file that is whole; None where it is not."""
@@ -329,10 +306,10 @@ class Building:
                     notes[i] = note
             return len(self._files) - len(notes)
 
+        self._claim.await_others()
         while left := missing():
-            _wait_for(lambda before=left: missing() < before, f"other processes to write files of {self.out}")
-        others = [self._root / SEEN / str(rank) for rank in range(1, self._world.size)]
-        _wait_for(lambda: all(mark.exists() for mark in others), f"all processes to see that {self.out} is being made")
+            wait_for(lambda before=left: missing() < before, f"other processes to write files of {self.out}")
+        self._claim.end()
         self._hold([notes[i]["read"] for i in sorted(notes)], threads)
         sums = {self._files[i].name: {key: notes[i][key] for key in ("bytes", PARTS_SUM)} for i in sorted(notes)}
         broken = {name: count for i in sorted(notes) for name, count in notes[i]["not_finite"].items()}
@@ -361,36 +338,12 @@ class Building:
             raise CheckpointError(f"{damage[0]}; {DESPITE}")
 
 
-def _text(path: Path) -> str | None:
-    """None where there is none, or not any more."""
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return None
-
-
-def _write(path: Path, text: str) -> None:
-    """There at once, or not at all."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(text)
-    fresh.rename(path)
-
-
 def _remove(path: Path) -> None:
     """A folder with what is in it; of a link the link itself."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def _wait_for(is_true: Callable[[], bool], what: str, seconds: float | None = None) -> None:
-    seconds = PATIENCE_SECONDS if seconds is None else seconds
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        if time.monotonic() > deadline:
-            raise CheckpointError(f"waited {seconds:.0f} s for {what}; see what the others say, and start again")
-        time.sleep(0.02)
 
 
 def num_not_finite(tensor: Tensor) -> int:

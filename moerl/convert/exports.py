@@ -13,11 +13,11 @@ from torch import Tensor
 from moerl.convert.building import Building, Built, Show, planned_files
 from moerl.convert.carrying import carried_out
 from moerl.convert.fp8_folders import fp8_blocks, fp8_names, quantization_config, with_scales
-from moerl.convert.imports import Options, elements_by_dtype, left_out, manifest_of, refuse_same_folder
+from moerl.convert.imports import Options, elements_by_dtype, manifest_of, record_of, refuse_same_folder
 from moerl.convert.places import Place
 from moerl.convert.precision import FP8_BLOCK, cast, written_dtype
 from moerl.manifest import HF_MANIFEST, write_manifest
-from moerl.models.carried import Carried, missing_warning
+from moerl.models.carried import Carried
 from moerl.models.disk import DiskTensor, disk_tensors
 from moerl.models.hf_export import copy_settings, shard_name, write_index
 from moerl.models.hf_folder import WeightSource
@@ -131,14 +131,11 @@ def write_folder(
         copy_settings(place.settings, folder, elements_by_dtype(plain), quantisation=export.quantisation)
         for name, content in export.more_files.items():
             (folder / name).write_bytes(content)
-        content = manifest_of(place, folder, built, options, left_out(place, *read, options.allowed), carried)
-        write_manifest(folder, content, name=HF_MANIFEST)
+        write_manifest(folder, manifest_of(folder, built, record), name=HF_MANIFEST)
 
+    record, warning = record_of(place, *read, options), place.carried_warning(carried)
     identity = {"from": place.identity(), "to": "huggingface", "dtype": export.words}
     held = place.summed_files() if options.holds_sums else {}
     building = Building(out, files, identity, world=world, overwrite=options.overwrite, held=held)
     built = building.build(lambda i: export.make(files[i].tensors), finish, threads=options.threads, show=show)
-    if built is None or not place.is_trained:
-        return built
-    warning = carried.age_warning() if carried.kinds else missing_warning(carried, place.family, place.hf)
-    return built if warning is None else replace(built, warnings=(warning,))
+    return built if built is None or warning is None else replace(built, warnings=(warning,))

@@ -20,12 +20,13 @@ from moerl.convert.building import Built, Show
 from moerl.convert.carrying import carried_out
 from moerl.convert.exports import Export, plain_tensors, with_copies, write_folder
 from moerl.convert.fp8_folders import fp8_names, plain_modules
-from moerl.convert.imports import Options, refuse_same_folder
+from moerl.convert.imports import Options, record_of, refuse_same_folder
 from moerl.convert.places import Place
 from moerl.convert.precision import cast, keeps_dtype
 from moerl.convert.transformers_model import LOCAL, transformers_model
 from moerl.errors import CheckpointError, ConfigError
 from moerl.models.disk import disk_tensors
+from moerl.models.hf_export import leftover, sweep
 from moerl.models.hf_folder import HFFolder, WeightSource, read_config
 from moerl.models.rules import Rule, shorten
 from moerl.tensor_file import Described
@@ -44,14 +45,20 @@ def calibration_tokens(path: Path, settings: Path) -> list[Tensor]:
     """Token ids of the texts in `path`, one a line, by the tokenizer in the folder `settings`.
 
     Raises:
-        ConfigError: no such file, or nothing in it.
+        ConfigError: no such file, not UTF-8, or nothing in it.
         CheckpointError: no tokenizer that transformers loads without the folder's own code.
     """
     from transformers import AutoTokenizer
 
     if not path.is_file():
         raise ConfigError(f"--calibration is {path}, which is no file; name a file with one text a line")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:MAX_TEXTS]
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:MAX_TEXTS]
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--calibration is {path}, which is not UTF-8: byte {error.object[error.start]:#04x} at offset "
+            f"{error.start} ({error.reason}); save it as UTF-8 text, one text a line"
+        ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(settings, **LOCAL)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -83,10 +90,12 @@ def export_fp8_tensors(
     rules = place.family.weight_rules(place.hf)
     linear, source, carried = fp8_names(rules), place.open(options.allowed), place.carried(options.allowed)
     copies = place.repeated(options.allowed)
+    record_of(place, source, carried, options)  # whatever is damaged of it is told before the model runs
     others = carried_out(carried, rules, options.dtype, frozenset())
     held = {tensor.name: tensor for tensor in disk_tensors(place.family, place.hf)}
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.modelopt-") as made:
+    sweep(out.absolute(), "modelopt")
+    with TemporaryDirectory(dir=out.absolute().parent, prefix=f"{leftover(out, 'modelopt').name}-") as made:
         _run_modelopt(place, Path(made), texts, options.allowed)
         theirs = HFFolder(made)
         quantised = _checked_names(theirs, rules, linear)

@@ -99,9 +99,9 @@ def import_checkpoint(
         if extra:
             write_carried_index(folder, carried, {one.name: file.name for file in extra for one in file.tensors})
         copy_settings(place.settings, folder, elements_by_dtype(tensor for file in files for tensor in file.tensors))
-        spare = left_out(place, source, carried, options.allowed)
-        write_manifest(folder, manifest_of(place, folder, built, options, spare, carried))
+        write_manifest(folder, manifest_of(folder, built, record))
 
+    record = record_of(place, source, carried, options)
     identity = {"from": place.identity(), "to": "megatron", "dtype": str(options.dtype)}
     held = place.summed_files() if options.holds_sums else {}
     building = Building(out, [*files, *extra], identity, world=world, overwrite=options.overwrite, held=held)
@@ -186,18 +186,27 @@ def _describe(
         path.write_text(json.dumps({"format": FORMAT, **state, "tensors": tensors}))
 
 
-def manifest_of(
-    place: Place, folder: Path, built: Built, options: Options, spare: Sequence[str], carried: Carried
-) -> dict[str, Any]:
-    """What the manifest of a converted folder says."""
-    others = [path for path in folder.iterdir() if path.name not in built.sums]
+def record_of(place: Place, source: WeightSource, carried: Carried, options: Options) -> dict[str, Any]:
+    """What a manifest says of where the weights came from; part of it is in the source's own, so it is made first.
+
+    Raises:
+        CheckpointError: a damaged manifest of the source.
+    """
+    return {
+        "converted_from": str(place.path),
+        "allow_unmapped": list(options.allowed),
+        "unmapped": left_out(place, source, carried, options.allowed),
+        RECORD: place.repeated(options.allowed),
+        **carried_record(carried, is_older=place.is_trained),
+    }
+
+
+def manifest_of(folder: Path, built: Built, record: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest of a converted folder says; `record` is `record_of` its source."""
+    others = [path for path in folder.rglob("*") if path.relative_to(folder).as_posix() not in built.sums]
     return {
         "step": 0,
         "files": {**built.sums, **sums_of(folder, others)},
-        "converted_from": str(place.path),
-        "allow_unmapped": list(options.allowed),
-        "unmapped": list(spare),
         "not_finite": dict(built.not_finite),
-        RECORD: place.repeated(options.allowed),
-        **carried_record(carried, is_older=bool(carried.kinds) and place.is_trained),
+        **record,
     }

@@ -18,6 +18,7 @@ from moerl.manifest import HF_MANIFEST, MANIFEST, check_file, check_size, read_m
 from moerl.models.carried import Carried, kinds_of
 from moerl.models.quantised import quantisation_of
 from moerl.shards import ShardReader
+from moerl.world import World
 
 KINDS = {
     "norm": r"norm",
@@ -104,14 +105,19 @@ def _carried(place: Place, carried: Carried) -> dict[str, Any]:
     }
 
 
-def damaged_files(place: Place, threads: int = 1, later: Collection[Path] = ()) -> list[str]:
+def damaged_files(
+    place: Place,
+    threads: int = 1,
+    later: Collection[Path] = (),
+    world: World = World(),  # noqa: B008  frozen
+) -> list[str]:
     """What is wrong with the files that the manifest lists, one sentence each; nothing where there is no manifest.
 
     Of a checkpoint of a run, also of the files that hold what it carries, where those have a manifest. `later`: files
-    of which only the size is looked at.
+    of which only the size is looked at. `world`: of several processes each tells of its share of the files.
     """
     inside = f"{place.weights.name}/" if place.form == "run" else ""
-    found = _damaged(place, place.manifest, lambda name: name.startswith(inside), threads, later)
+    found = _damaged(place, place.manifest, lambda name: name.startswith(inside), threads, later, world)
     if place.form != "run":
         return found
     try:
@@ -120,11 +126,16 @@ def damaged_files(place: Place, threads: int = 1, later: Collection[Path] = ()) 
         return [*found, str(error)]
     others = (place.carried_folder / name for name in (MANIFEST, HF_MANIFEST))
     manifest = next((path for path in others if path.is_file()), None) if names else None
-    return found + _damaged(None, manifest, names.__contains__, threads)
+    return found + _damaged(None, manifest, names.__contains__, threads, world=world)
 
 
 def _damaged(
-    place: Place | None, path: Path | None, is_asked: Callable[[str], bool], threads: int, later: Collection[Path] = ()
+    place: Place | None,
+    path: Path | None,
+    is_asked: Callable[[str], bool],
+    threads: int,
+    later: Collection[Path] = (),
+    world: World = World(),  # noqa: B008  frozen
 ) -> list[str]:
     if path is None:
         return []
@@ -144,20 +155,38 @@ def _damaged(
         return None
 
     with ThreadPoolExecutor(max_workers=threads) as pool:
-        found = list(pool.map(judge, (name for name in files if is_asked(name))))
+        sizes = {name: 0 if path.parent / name in later else files[name]["bytes"] for name in files if is_asked(name)}
+        found = list(pool.map(judge, _share(sizes, world)))
     return [fault for fault in found if fault is not None]
 
 
-def refuse_damage(place: Place, threads: int = 1, *, is_held_later: bool = False) -> None:
+def _share(sizes: Mapping[str, int], world: World) -> list[str]:
+    """Names of the files that are this process's to read: the largest first, each to who has least."""
+    loads, mine = [0] * world.size, set()
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        rank = min(range(world.size), key=loads.__getitem__)
+        loads[rank] += sizes[name]
+        if rank == world.rank:
+            mine.add(name)
+    return [name for name in sizes if name in mine]
+
+
+def refuse_damage(
+    place: Place,
+    threads: int = 1,
+    *,
+    is_held_later: bool = False,
+    world: World = World(),  # noqa: B008  frozen
+) -> None:
     """Before anything is read; `is_held_later`: who reads will hold `Place.summed_files` (`Options.holds_sums`).
+
+    Of several processes each looks at its share. One that is done with it shows up at the conversion (`Building`),
+    which puts nothing in place before all have.
 
     Raises:
         CheckpointError: a file is not what its manifest says.
     """
-    try:
-        later = place.summed_files() if is_held_later else {}
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; {DESPITE}") from error
-    damage = damaged_files(place, threads, later)
+    summed = place.summed_files()  # a manifest that is damaged has a remedy of its own
+    damage = damaged_files(place, threads, summed if is_held_later else (), world)
     if damage:
         raise CheckpointError(f"{damage[0]}; {DESPITE}")

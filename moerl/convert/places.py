@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from moerl.analysis.run_folder import CONFIG_FILE
 from moerl.config.load import read_values
+from moerl.convert.building import DESPITE
 from moerl.errors import CheckpointError, ConfigError
 from moerl.manifest import HF_MANIFEST, MANIFEST, PARTS_SUM, read_manifest
-from moerl.models.carried import Carried, open_carried
-from moerl.models.family import HFConfig, ModelFamily, family_of
+from moerl.models.carried import NOTHING_CARRIED, Carried, missing_warning, open_carried
+from moerl.models.family import PREDICTION, HFConfig, ModelFamily, family_of
 from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, WeightSource, checked_source, read_config
 from moerl.models.repeated import repeated_in
 from moerl.models.sharded import open_weights
@@ -24,6 +26,11 @@ from moerl.shards import has_shards
 
 STEP_NAME = re.compile(r"step_(\d{6,})")
 LEARNER = "learner"
+WITHOUT_MANIFEST = (
+    "of this model it also says what was trained since and what is a copy of what, so --skip-checksums does not help: "
+    "use another copy, or move the manifest away to take all tensors as they are, equally old"
+)
+"""What to do about a damaged manifest that says more than sums."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,8 @@ class Place:
     """Folder with config.json and the tokenizer."""
     hf: HFConfig
     family: ModelFamily
+    begins_from_weights: bool = True
+    """False: a checkpoint of a run with `model.init` random, which has nothing of the weights in `settings`."""
 
     @property
     def manifest(self) -> Path | None:
@@ -66,6 +75,8 @@ class Place:
         Raises:
             CheckpointError: a missing or damaged file.
         """
+        if not self.begins_from_weights:
+            return dataclasses.replace(NOTHING_CARRIED, folder=self.carried_folder)
         return open_carried(self.carried_folder, self.family, self.hf, allowed)
 
     def repeated(self, allowed: Iterable[str] = ()) -> dict[str, str]:
@@ -76,7 +87,14 @@ class Place:
         Raises:
             CheckpointError: a damaged file or manifest.
         """
-        return repeated_in(self.carried_folder, self.family, self.hf, allowed)
+        if not self.begins_from_weights:
+            return {}
+        try:
+            return repeated_in(self.carried_folder, self.family, self.hf, allowed)
+        except CheckpointError as error:
+            if not has_shards(self.carried_folder):
+                raise
+            raise CheckpointError(f"{error}; {WITHOUT_MANIFEST}") from error
 
     @property
     def carried_folder(self) -> Path:
@@ -85,10 +103,47 @@ class Place:
 
     @property
     def is_trained(self) -> bool:
-        """Whether its weights were trained after its carried tensors; so says a manifest, or being of a run."""
-        if self.form == "run" or self.manifest is None:
+        """Whether its weights were trained after its carried tensors that age; so says a manifest, or being of a run.
+
+        Raises:
+            CheckpointError: a damaged manifest, without which nothing says it.
+        """
+        if self.form == "run" or self.manifest is None or not self._predicts:
             return self.form == "run"
-        return bool(read_manifest(self.manifest, 0).get("carried_is_older"))
+        return bool(self._read_manifest(self.manifest).get("carried_is_older"))
+
+    def carried_warning(self, carried: Carried) -> str | None:
+        """What to say of `carried`, or of its absence, beside weights that were trained on; None: nothing.
+
+        Raises:
+            CheckpointError: a damaged manifest.
+        """
+        if not self.is_trained:
+            return None
+        if carried.kinds:
+            return carried.age_warning()
+        if self.begins_from_weights:
+            return missing_warning(carried, self.family, self.hf)
+        if not self._predicts:
+            return None
+        return (
+            f"config.json speaks of {PREDICTION}, and the run began from random weights (model.init), to which none of "
+            f"{self.settings} belongs; none was written, so engines cannot decode speculatively with it"
+        )
+
+    @property
+    def _predicts(self) -> bool:
+        """Whether config.json speaks of layers of multi-token prediction."""
+        return bool(self.family.carried_names(self.hf).get(PREDICTION))
+
+    def _read_manifest(self, path: Path) -> dict[str, Any]:
+        """Of a folder that a conversion made."""
+        try:
+            return read_manifest(path, 0)
+        except CheckpointError as error:
+            says_copies = self.form == "megatron" and bool(self.family.repeated_names(self.hf))
+            remedy = WITHOUT_MANIFEST if self._predicts or says_copies else DESPITE
+            raise CheckpointError(f"{error}; {remedy}") from error
 
     def files(self) -> list[Path]:
         """The files that hold weights."""
@@ -106,7 +161,7 @@ class Place:
         """
         if self.form == "run" or self.manifest is None:
             return {}
-        files = read_manifest(self.manifest, 0)["files"]
+        files = self._read_manifest(self.manifest)["files"]
         return {self.weights / name: entry for name, entry in files.items() if PARTS_SUM in entry}
 
     def identity(self) -> dict[str, object]:
@@ -138,9 +193,12 @@ def find(path: str | Path, *, settings: str | Path | None = None, family: str = 
                 f"{path} is no model: it has neither config.json (a Hugging Face folder, or a converted checkpoint) "
                 "nor checkpoints/step_000010 (a run) nor learner/ (a checkpoint of one)"
             )
-        folder = Path(settings) if settings is not None else _settings_of(step)
+        model = _model_of(step)
+        folder = Path(settings) if settings is not None else _settings_of(step, model)
         hf = read_config(folder)
-        return Place(path, "run", step / LEARNER, folder, hf, family_of(hf, family))
+        chosen = str(model.get("family", family)) if family == "auto" else family
+        begins_from_weights = model.get("init", "weights") != "random"
+        return Place(path, "run", step / LEARNER, folder, hf, family_of(hf, chosen), begins_from_weights)
     if settings is not None:
         raise ConfigError(f"--settings is for checkpoints of runs; {path} has its own config.json, leave it out")
     hf = read_config(path)
@@ -173,15 +231,26 @@ def _step_folder(path: Path) -> Path | None:
     return step
 
 
-def _settings_of(step: Path) -> Path:
+def _config_of(step: Path) -> Path:
+    return Path(os.path.realpath(step)).parents[1] / CONFIG_FILE
+
+
+def _model_of(step: Path) -> Mapping[str, Any]:
+    """Section `model` of the run's configuration; empty where the run lost it."""
+    config = _config_of(step)
+    model = read_values(config).get("model") if config.is_file() else None
+    return model if isinstance(model, Mapping) else {}
+
+
+def _settings_of(step: Path, model: Mapping[str, Any]) -> Path:
     """The model folder that the run started from."""
-    config = Path(os.path.realpath(step)).parents[1] / CONFIG_FILE
+    config = _config_of(step)
     if not config.is_file():
         raise CheckpointError(
             f"{config} does not exist, so nothing says which model {step} is a checkpoint of; name the Hugging Face "
             "folder that the run started from with --settings"
         )
-    folder = Path(str(read_values(config).get("model", {}).get("path")))
+    folder = Path(str(model.get("path")))
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{config}: model.path is {folder}, which has no config.json (a relative path starts at the current "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moerl.errors import CheckpointError
-from moerl.manifest import HF_MANIFEST, sums_of, write_manifest
+from moerl.manifest import HF_MANIFEST, sums_of, sync, write_manifest
 from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, read_config
 from moerl.models.quantised import without_quantisation
 from moerl.tensor_file import Described, TensorFileWriter
@@ -32,7 +33,9 @@ COPIED_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""Taken from the source folder where it has them; and its modules, see `_modules`."""
+"""Taken from the source folder where it has them; and its modules and templates, see `_own_files`."""
+TEMPLATES = "additional_chat_templates"
+"""A folder where transformers keeps chat templates that have names, one a file."""
 
 _CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -61,10 +64,9 @@ def write_hf_folder(
     """
     out, source = Path(out), Path(source_folder)
     read_config(source)
-    building = out.with_name(f".{out.name}.building-{os.getpid()}")
+    building = leftover(out, "building")
     try:
-        for half in out.parent.glob(f".{out.name}.building-*"):  # of a process that was killed
-            shutil.rmtree(half, ignore_errors=True)
+        sweep(out, "building")
         building.mkdir(parents=True)
         writer = _ShardWriter(building, out, dtype, kept_names, max_shard_bytes)
         for name, tensor in tensors:
@@ -72,7 +74,7 @@ def write_hf_folder(
         writer.finish()
         copy_settings(source, building, writer.dtypes)
         if record is not None:
-            others = [path for path in building.iterdir() if path.name not in writer.sums]
+            others = [path for path in building.rglob("*") if path.relative_to(building).as_posix() not in writer.sums]
             files = {**writer.sums, **sums_of(building, others)}
             write_manifest(building, {"step": 0, "files": files, **record}, name=HF_MANIFEST)
         _sync_files(building)
@@ -191,21 +193,23 @@ def copy_settings(
     if quantisation is not None:
         config["quantization_config"] = dict(quantisation)
     _write_json(folder / "config.json", config)
-    for file in (*COPIED_FILES, *_modules(source)):
+    for file in (*COPIED_FILES, *_own_files(source, "*.py"), *_own_files(source, f"{TEMPLATES}/*.jinja")):
         if (source / file).is_file():
+            (folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / file, folder / file)
 
 
-def _modules(source: Path) -> list[str]:
-    """Names of the Python files that lie in `source` itself.
+def _own_files(source: Path, pattern: str) -> list[str]:
+    """Names below `source` of its own files: of Python modules, and of templates in a folder beside the tokenizer.
 
-    `auto_map` names some of them and those import others, so all go along. A link counts where it leads to a file of
+    `auto_map` names some modules and those import others, so all go along. A link counts where it leads to a file of
     the folder or, as in the hub's cache (`snapshots/<revision>`), to the blobs beside it: no other file of the machine
     is to end up in an export.
     """
     home = source.resolve()
-    homes = {home, home.parents[1] / "blobs"} if home.parent.name == "snapshots" else {home}
-    return sorted(path.name for path in source.glob("*.py") if path.is_file() and path.resolve().parent in homes)
+    homes = {home, home / TEMPLATES} | ({home.parents[1] / "blobs"} if home.parent.name == "snapshots" else set())
+    found = (path for path in source.glob(pattern) if path.is_file() and path.resolve().parent in homes)
+    return sorted(path.relative_to(source).as_posix() for path in found)
 
 
 def _with_dtype(config: dict[str, object], dtypes: Mapping[torch.dtype, int]) -> dict[str, object]:
@@ -220,18 +224,18 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def _sync_files(folder: Path) -> None:
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    for path in folder.rglob("*"):
+        sync(path)
 
 
 def put_in_place(building: Path, out: Path) -> None:
     """Rename to `out`; an older folder cannot be replaced in one step, so it is set aside, and put back on failure.
 
-    A link, wherever it leads, is replaced itself.
+    A link, wherever it leads, is replaced itself. What killed processes set aside goes too.
     """
-    aside = out.with_name(f".{out.name}.old-{os.getpid()}")
+    aside = leftover(out, "old")
     if os.path.lexists(out):
+        sweep(out, "old")  # one of a process with this number would be in the way
         out.rename(aside)
     try:
         building.rename(out)
@@ -239,6 +243,37 @@ def put_in_place(building: Path, out: Path) -> None:
         if os.path.lexists(aside):
             aside.rename(out)
         raise
-    if aside.is_symlink():
-        aside.unlink()
-    shutil.rmtree(aside, ignore_errors=True)
+    sweep(out, "old")
+
+
+def leftover(out: Path, what: str) -> Path:
+    """Beside `out`: where this process has something that is in the way of nobody, and that `sweep` knows is its."""
+    return out.with_name(f".{out.name}.{what}-{os.getpid()}")
+
+
+def sweep(out: Path, what: str) -> None:
+    """Remove `leftover`s, and what begins with their names and `-`, of processes that no longer live, or of this one.
+
+    A process of another machine counts by its number here, so call it only where they can be done without.
+    """
+    start = f".{out.name}.{what}-"
+    for path in out.parent.glob(f"{glob.escape(start)}*"):
+        number, _, rest = path.name.removeprefix(start).partition("-")
+        if number.isdecimal() and "." not in rest and (int(number) == os.getpid() or not _lives(int(number))):
+            _remove(path)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)

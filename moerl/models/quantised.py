@@ -78,6 +78,7 @@ class Dequantised:
         self._transposes = transposes_mxfp4
         self._method = _method(settings)
         self._grids = _declared_blocks(settings, self._method)
+        self._group_sizes = _group_sizes(settings) if self._method == "compressed-tensors" else []
         self._stored: dict[str, _Stored] = {}
         self._hidden: set[str] = set()
         names = source.names()
@@ -228,6 +229,14 @@ class Dequantised:
                 f"{name!r} has shape {list(words)} and {scale!r} {list(self._source.shape(scale))}; 4-bit integers of "
                 f"[{rows}, {columns}] need int32 [{rows}, {-(-columns // INT4_PER_WORD)}] and [{rows}, equal groups]"
             )
+        wanted = {said: -(-columns // (said or columns)) for said in self._group_sizes}
+        if groups not in wanted.values():
+            told = " or ".join(f"{said or 'one for a row'} ({count} scales)" for said, count in wanted.items())
+            raise CheckpointError(
+                f"{scale!r} has {groups} scales for each row of {columns} values, but the group_size that "
+                f"quantization_config has for 4-bit integers is {told or 'missing'}; copy config.json anew from the "
+                "model's source, or download the weights again"
+            )
         self._hidden.add(size)
         return _Stored("int4", name, scale, (rows, columns))
 
@@ -330,6 +339,23 @@ def _declared_blocks(settings: Mapping[str, Any], method: str) -> list[tuple[int
                 "group for integers)"
             )
     return [*blocks, whole]
+
+
+def _group_sizes(settings: Mapping[str, Any]) -> list[int | None]:
+    """Values of a row of 4-bit integers that share a scale, as config.json says of each kind of layer; None: all."""
+    found: list[int | None] = []
+    for group in (settings.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        if weights.get("type") != "int":
+            continue
+        size = weights.get("group_size")
+        if weights.get("strategy") == "group" and (type(size) is not int or size < 1):
+            raise CheckpointError(
+                f"config.json: quantization_config has group_size {size!r} with strategy 'group'; a positive integer "
+                "is needed"
+            )
+        found.append(size if weights.get("strategy") == "group" else None)
+    return found
 
 
 def _block(size: Any) -> tuple[int, int]:

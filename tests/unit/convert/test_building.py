@@ -17,7 +17,7 @@ from conversions import convert
 from safetensors.torch import load_file, save_file
 from tiny_models import save_model
 
-from moerl.convert import building
+from moerl.convert import claims
 from moerl.convert.building import Building, PlannedFile
 from moerl.convert.exports import export_checkpoint
 from moerl.convert.imports import Options, import_checkpoint
@@ -168,7 +168,7 @@ def test_processes_share_the_files(folder, tmp_path):
 
 def test_a_process_without_a_file_to_make_may_come_last(tmp_path, monkeypatch):
     """The first one waits until all have seen it, and takes nothing away from under them."""
-    monkeypatch.setattr(building, "PATIENCE_SECONDS", 30.0)
+    monkeypatch.setattr(claims, "PATIENCE_SECONDS", 30.0)
     work = Slowly(1)
     first, second = (Building(tmp_path / "out", work.files, {}, world=World(rank, 2)) for rank in range(2))
     with ThreadPoolExecutor() as pool:
@@ -185,17 +185,17 @@ def test_a_first_process_that_checks_its_source_for_long_is_waited_for(tmp_path,
     work = Slowly(2)
     first, second = (Building(tmp_path / "out", work.files, {}, world=World(rank, 2)) for rank in range(2))
     with ThreadPoolExecutor() as pool:
-        monkeypatch.setattr(building, "PATIENCE_SECONDS", 0.2)
+        monkeypatch.setattr(claims, "PATIENCE_SECONDS", 0.2)
         waiting = pool.submit(second.build, work.make, lambda *_: None)
         time.sleep(0.6)
         assert not waiting.done()
-        monkeypatch.setattr(building, "PATIENCE_SECONDS", 30.0)
+        monkeypatch.setattr(claims, "PATIENCE_SECONDS", 30.0)
         assert first.build(work.make, lambda *_: None) is not None
         assert waiting.result(20) is None
 
 
 def test_processes_of_another_launch_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(building, "PLAN_SECONDS", 1.0)
+    monkeypatch.setattr(claims, "PLAN_SECONDS", 1.0)
     work, other = Slowly(2), Slowly(2)
     halfway, go_on = threading.Event(), threading.Event()
 

@@ -18,6 +18,8 @@ from moerl.convert.imports import Options, import_checkpoint
 from moerl.convert.inspection import inspect_model
 from moerl.convert.layouts import Layout
 from moerl.convert.places import find
+from moerl.errors import CheckpointError
+from moerl.models.family import families
 from moerl.models.hf_folder import read_config
 
 PREDICTED = ("model.layers.4", "model.layers.5")
@@ -71,6 +73,42 @@ def test_an_export_of_a_run_whose_folder_has_none_says_so(small, tmp_path, capsy
     same(read_files(tmp_path / "back"), {name: t for name, t in original.items() if name[:14] not in PREDICTED})
     assert main(["convert", "export", str(run), str(tmp_path / "with"), "--settings", str(small)]) == 0
     same(read_files(tmp_path / "with"), original)
+
+
+def test_an_export_of_a_run_from_random_weights_takes_none_of_the_folder(small, tmp_path, capsys):
+    """Layers that predict tokens of another model's would come from the folder that gave the run its sizes."""
+    import_checkpoint(find(small), tmp_path / "shards", Layout(), Options())
+    run = save_run(tmp_path / "run", tmp_path / "shards", small)
+    with (run / "config.yaml").open("a") as file:
+        file.write("  init: random\n")
+    own = {name: tensor for name, tensor in read_files(small).items() if name[:14] not in PREDICTED}
+    for number, more in enumerate(([], ["--settings", str(small)])):
+        out = tmp_path / f"back{number}"
+        assert main(["convert", "export", str(run), str(out), *more]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert "the run began from random weights (model.init)" in told
+        assert "engines cannot decode speculatively with it" in told
+        same(read_files(out), own)
+        manifest = json.loads((out / "moerl_manifest.json").read_text())
+        assert (manifest["carried"], manifest["carried_from"], manifest["repeated"]) == ({}, None, {})
+    import_checkpoint(find(run), tmp_path / "again", Layout(), Options())
+    assert not list((tmp_path / "again").glob("carried*"))
+
+
+def test_an_export_of_a_run_is_of_the_family_that_was_trained(small, tmp_path):
+    """`model.family` names it where config.json does not."""
+    import_checkpoint(find(small), tmp_path / "shards", Layout(), Options())
+    name = next(name for name in families.names() if type(find(small).family) is families.get(name).target)
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**config, "architectures": ["OwnForCausalLM"]}))
+    run = save_run(tmp_path / "run", tmp_path / "shards", small)
+    with pytest.raises(CheckpointError, match="which no model family supports"):
+        find(run)
+    with (run / "config.yaml").open("a") as file:
+        file.write(f"  family: {name}\n")
+    assert type(find(run).family) is families.get(name).target
+    export_checkpoint(find(run), tmp_path / "back", Options())
+    same(read_files(tmp_path / "back"), read_files(small))
 
 
 def test_a_run_that_began_from_fp8_gives_back_its_codes_and_scales(tmp_path):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,11 @@ def test_it_needs_texts_and_modelopt(tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("\n \n")
     assert main([*command, "--calibration", str(tmp_path / "empty.txt")]) == 2
     assert "which holds no text" in capsys.readouterr().err
+    (tmp_path / "latin.txt").write_bytes("1+2=3\ncafé\n".encode("latin-1"))
+    assert main([*command, "--calibration", str(tmp_path / "latin.txt")]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"--calibration is {tmp_path}/latin.txt, which is not UTF-8: byte 0xe9 at offset 9" in told
+    assert "save it as UTF-8 text, one text a line" in told
     try:
         import modelopt  # noqa: F401
     except ImportError:
@@ -74,6 +82,16 @@ def test_weights_are_the_models_and_routers_their_own(kind, export, tmp_path):
     assert config["quantization_config"]["quant_algo"] == "FP8"
     assert json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]["quant_algo"] == "FP8"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "hf", "out", "shards"]
+
+
+def test_what_a_killed_export_left_goes(export, tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    (tmp_path / f".out.modelopt-{process.pid}-abc_12").mkdir()
+    (tmp_path / f".out.modelopt-{os.getppid()}-abc_12").mkdir()
+    export(find(save_bfloat16(tmp_path / "hf", "softmax")), tmp_path / "out", OPTIONS, TEXTS)
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == [f".out.modelopt-{os.getppid()}-abc_12", "hf", "out"]
 
 
 def test_experts_that_no_text_reaches_have_scales_too(export, tmp_path):

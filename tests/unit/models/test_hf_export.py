@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moerl.errors import CheckpointError, DataError
-from moerl.models.hf_export import write_hf_folder
+from moerl.models.hf_export import sweep, write_hf_folder
 from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder, read_config
 
 WEIGHTS = {f"w{i}": torch.full((10, i + 1), float(i)) for i in range(6)} | {"count": torch.arange(4)}
@@ -94,6 +95,52 @@ def test_modules_are_files_of_the_folder_or_of_the_hubs_cache(tmp_path, source):
     write_hf_folder(tmp_path / "again", WEIGHTS.items(), snapshot)
     modules = {name: text for name, text in content(tmp_path / "again").items() if name.endswith(".py")}
     assert modules == {"real.py": b"1", "inside.py": b"1", "cached.py": b"cached"}
+
+
+def test_chat_templates_that_have_names_come_along(tmp_path, source):
+    """As transformers saves them: a folder beside the tokenizer."""
+    templates = source / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ tools }}")
+    (templates / "notes.txt").write_text("not one")
+    (tmp_path / "secret").write_text("a key")
+    (templates / "outside.jinja").symlink_to(tmp_path / "secret")
+    write_hf_folder(tmp_path / "out", WEIGHTS.items(), source, record={})
+    copied = tmp_path / "out" / "additional_chat_templates"
+    assert content(copied) == {"tool_use.jinja": b"{{ tools }}"}
+    manifest = json.loads((tmp_path / "out" / "moerl_manifest.json").read_text())
+    assert manifest["files"]["additional_chat_templates/tool_use.jinja"]["bytes"] == 11
+
+
+def ended() -> int:
+    """The number of a process that is no more."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_killed_processes_left_beside_the_target_goes(tmp_path, source):
+    """Whatever the name; what a living process has, and what only begins with the name, stays."""
+    out, dead = tmp_path / "h[f]", ended()
+    living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    gone = [f".h[f].{what}-{number}" for what in ("building", "old") for number in (dead, os.getpid())]
+    kept = [f".h[f].{what}-{living.pid}" for what in ("building", "old")]
+    kept += [f".h[f].old-{dead}.converting", ".h[f].old-mine", f".hf.old-{dead}", f".hf.building-{dead}"]
+    for name in (*gone, *kept):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("")
+    write_hf_folder(out, WEIGHTS.items(), source)
+    own = tmp_path / f".h[f].old-{os.getpid()}"  # numbers come again, and this one would be in the way
+    own.mkdir()
+    (own / "x").write_text("")
+    write_hf_folder(out, WEIGHTS.items(), source)
+    living.communicate(b"\n")
+    assert sorted(leftovers(tmp_path)) == sorted(kept)
+    for name in (f".h[f].modelopt-{dead}-ab_1", f".h[f].modelopt-{os.getppid()}-ab_1"):
+        (tmp_path / name).mkdir()
+    sweep(out, "modelopt")
+    assert sorted(leftovers(tmp_path)) == sorted([*kept, f".h[f].modelopt-{os.getppid()}-ab_1"])
+    assert HFFolder(out).names() == set(WEIGHTS)
 
 
 def test_shards_are_bounded_and_indexed(tmp_path, source):

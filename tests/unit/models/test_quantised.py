@@ -182,6 +182,33 @@ def test_packed_integers():
         plain(stored | {"a.weight_packed": torch.zeros(3, 3, dtype=torch.int32)}, settings)
 
 
+def test_packed_integers_are_in_groups_of_the_declared_size():
+    stored = {
+        "a.weight_packed": torch.zeros(3, 8, dtype=torch.int32),
+        "a.weight_scale": torch.ones(3, 2),
+        "a.weight_shape": torch.tensor([3, 64]),
+    }
+
+    def settings(**weights: object):
+        found = channel("group", group_size=32)
+        found["config_groups"]["group_0"]["weights"] |= {"type": "int", "num_bits": 4, "symmetric": True, **weights}
+        return found
+
+    assert plain(stored, settings()).names() == {"a.weight"}
+    told = re.escape("'a.weight_scale' has 2 scales for each row of 64 values") + ".* is "
+    with pytest.raises(CheckpointError, match=told + re.escape("16 (4 scales); copy config.json anew")):
+        plain(stored, settings(group_size=16))
+    with pytest.raises(CheckpointError, match=told + re.escape("one for a row (1 scales)")):
+        plain(stored, settings(strategy="channel"))
+    with pytest.raises(CheckpointError, match="group_size None with strategy 'group'; a positive integer is needed"):
+        plain(stored, settings(group_size=None))
+    with pytest.raises(CheckpointError, match=told + "missing"):
+        plain(stored, settings(type="float"))
+    both = settings(group_size=16)
+    both["config_groups"]["group_1"] = settings()["config_groups"]["group_0"]
+    assert plain(stored, both).names() == {"a.weight"}
+
+
 def test_plain_weights_pass_through_and_configurations_lose_the_field():
     source = InMemory({"a": torch.ones(2)})
     assert plain_source(source, {}) is source
