@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -29,10 +30,11 @@ def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its ca
     Groups stay whole inside a minibatch and are dealt out anew, shuffled, in every epoch; groups with a live token
     and groups without are dealt apart, so minibatches hold (nearly) equal numbers of both. Each rank of a minibatch
     gets the same number of micro-batches, as few as longest-first filling finds within the budget, with nearly equal
-    tokens side by side.
+    tokens side by side. Where there are fewer samples (or pairs) than micro-batches, the last ones of some ranks are
+    fillers: micro-batches without a sample, `()`.
 
-    There are fewer than `num_minibatches` minibatches where the step is too small: never more than groups with a live
-    token, and as many as can all be shared out evenly, with at least one sample for every rank.
+    There are fewer than `num_minibatches` minibatches where there are fewer groups with a live token. Which samples
+    make a minibatch depends on no layout.
 
     Args:
         lengths: [n] tokens of each sample, prompt included; the sample's id is its index.
@@ -47,7 +49,7 @@ def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its ca
         microbatch_multiple: every rank's number of micro-batches is a multiple of this (interleaved pipelines).
 
     Raises:
-        DataError: a sample above the budget, or a step that cannot be shared out evenly even as one minibatch.
+        DataError: no samples, or a sample or atom above the budget.
     """
     _refuse_lengths(lengths, max_tokens_per_microbatch)
     if atoms is not None:
@@ -57,14 +59,9 @@ def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its ca
     dead = [g for g in groups if g not in set(live)]
     budget, multiple = max_tokens_per_microbatch, microbatch_multiple
     share = partial(_share_out, lengths=lengths, dp_size=dp_size, multiple=multiple, budget=budget, atoms=atoms)
-    for count in range(min(num_minibatches, max(len(live), 1)), 0, -1):
-        rngs = [np.random.default_rng([seed % 2**63, epoch]) for epoch in range(num_epochs)]
-        try:
-            return PackPlan(tuple(share(hand) for rng in rngs for hand in _deal(groups, live, dead, count, rng)))
-        except DataError:  # fewer and larger minibatches may go where these do not
-            if count == 1:
-                raise
-    raise AssertionError("there is at least one minibatch")
+    count = min(num_minibatches, max(len(live), 1))
+    rngs = [np.random.default_rng([seed % 2**63, epoch]) for epoch in range(num_epochs)]
+    return PackPlan(tuple(share(hand) for rng in rngs for hand in _deal(groups, live, dead, count, rng)))
 
 
 def _refuse_lengths(lengths: Sequence[int], budget: int) -> None:
@@ -115,27 +112,20 @@ def _share_out(
     budget: int,
     atoms: Sequence[int] | None,
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """[ranks][micro-batches] -> samples, micro-batch counts equal."""
+    """[ranks][micro-batches] -> samples, micro-batch counts equal, with fillers where samples run out."""
     units = _units(samples, atoms)
-    if len(units) < dp_size * multiple:
-        raise DataError(
-            f"{len(units)} {'samples' if atoms is None else 'pairs'} cannot be shared by {dp_size * multiple} "
-            "micro-batches (data-parallel ranks, times the stages of an interleaved pipeline); raise "
-            "rollout.prompts_per_step"
-        )
     sizes = {unit: sum(lengths[s] for s in members) for unit, members in units.items()}
     total = sum(sizes.values())
     fewest = -(-max(1, -(-total // (budget * dp_size))) // multiple) * multiple
-    for per_rank in range(fewest, len(units) // dp_size + 1, multiple):
+    for per_rank in itertools.count(fewest, multiple):  # ends at the latest where every unit has a bin to itself
+        num_bins = min(per_rank * dp_size, len(units))
+        fillers: list[list[int]] = [[] for _ in range(per_rank * dp_size - num_bins)]
         for fill in (_fill_evenly, _fill_tightly):
-            bins = fill(list(units), sizes, num_bins=per_rank * dp_size, budget=budget)
+            bins = fill(list(units), sizes, num_bins=num_bins, budget=budget)
             if all(members and sum(sizes[u] for u in members) <= budget for members in bins):
-                return _bins_to_ranks([[s for u in members for s in units[u]] for members in bins], lengths, dp_size)
-    raise DataError(
-        f"{len(samples)} samples ({total} tokens, longest {max(lengths[s] for s in samples)}) cannot be cut into "
-        f"equally many micro-batches of at most {budget} tokens for {dp_size} data-parallel ranks; raise "
-        f"batch.max_tokens_per_microbatch, or make the samples of a minibatch a multiple of {dp_size}"
-    )
+                filled = [[s for u in members for s in units[u]] for members in bins]
+                return _bins_to_ranks(filled + fillers, lengths, dp_size)
+    raise AssertionError("counting has no end")
 
 
 def _units(samples: list[int], atoms: Sequence[int] | None) -> dict[int, list[int]]:
