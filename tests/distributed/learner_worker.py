@@ -80,7 +80,7 @@ def pack(policy: MegatronPolicy, made: list[Sample], section: Any, case: dict[st
         [int(s.loss_mask.sum()) for s in made],
         dp_size=policy.parallel.dp.size,
         num_minibatches=2,
-        num_epochs=1,
+        num_epochs=case.get("epochs", 1),
         max_tokens_per_microbatch=case.get("budget", 40),
         seed=seed,
         microbatch_multiple=policy.parallel.microbatch_multiple,

@@ -56,15 +56,17 @@ def test_laws(step):
         sizes = [len(m & live_groups) for m in members]
         assert max(sizes) - min(sizes) <= 1
         assert max(len(m) for m in members) - min(len(m) for m in members) <= 1
-    for ranks in made.assignment:
+    home = {}
+    for index, ranks in enumerate(made.assignment):
+        for rank, micros in enumerate(ranks):
+            assert all(home.setdefault(s, rank) == rank for micro in micros for s in micro), "what was scored elsewhere"
         assert len(ranks) == options["dp_size"]
         assert len({len(rank) for rank in ranks}) == 1
         micros = [micro for rank in ranks for micro in rank]
         assert all(sum(lengths[s] for s in micro) <= options["max_tokens_per_microbatch"] for micro in micros)
-        fillers = [rank.index(()) for rank in ranks if () in rank]
-        if fillers:  # only where samples run out, one each, and last
-            assert all(len(micro) <= 1 for micro in micros)
-            assert all(not any(rank[rank.index(()) :]) for rank in ranks if () in rank)
+        assert all(not any(rank[rank.index(()) :]) for rank in ranks if () in rank), "fillers come last"
+        if () in micros and index < per_epoch:
+            assert all(len(micro) <= 1 for micro in micros), "only where samples run out"
 
 
 @settings(max_examples=150)
