@@ -88,6 +88,8 @@ def _advantage_metrics(batch: StepBatch) -> Metrics:
     """Over the live tokens of the first epoch."""
     metrics: Metrics = {}
     for micro in (micro for mini in batch.minibatches[: batch.num_score_minibatches] for micro in mini):
+        if micro.is_filler:
+            continue
         values = micro.advantages.double()
         new: Metrics = {
             "advantage/mean": masked_mean(values, micro.mask),

@@ -43,7 +43,7 @@ from moerl.mcore.policy import MegatronPolicy
 from moerl.mcore.reduce import merge_over_ranks
 from moerl.mcore.team import ProcessTeam
 from moerl.metrics import Metrics
-from moerl.probe import RouteProbe, at_least
+from moerl.probe import RouteProbe
 from moerl.protocols import Policy, Team
 from moerl.run_folder import CHECKPOINTS, config_id, find_checkpoint, folder_of, is_finished, lock, model_id, prepare
 from moerl.share import SampleShare, trained_on
@@ -281,7 +281,6 @@ class _Packer:
 
     def probe_batches(self, samples: Sequence[Sample]) -> Sequence[MicroBatch]:
         """The probe's micro-batches, always the same: every data-parallel rank looks at all of them."""
-        samples = at_least(samples, self._policy.parallel.microbatch_multiple)
         plan = plan_packing(
             *_sizes(samples),
             dp_size=1,

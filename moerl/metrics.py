@@ -156,20 +156,51 @@ class Quantile:
     """In [0, 1]."""
     parts: tuple[Any, ...]
     """Vectors: tensors on any device, or numpy arrays."""
+    weights: tuple[float, ...] = ()
+    """How many numbers each entry of a part stands for; (): 1 in all parts."""
 
     def merge(self, other: Quantile) -> Quantile:
         """Keep the numbers of both."""
-        return Quantile(self.level, self.parts + other.parts)
+        weights = self._part_weights() + other._part_weights() if self.weights or other.weights else ()
+        return Quantile(self.level, self.parts + other.parts, weights)
 
     def numbers(self) -> np.ndarray:
         """All of them, float64."""
         arrays = [np.asarray(part.cpu() if hasattr(part, "cpu") else part, dtype=np.float64) for part in self.parts]
         return np.concatenate(arrays) if arrays else np.empty(0)
 
+    def at(self, levels: Any) -> np.ndarray:
+        """The quantiles at `levels`, of at least one number.
+
+        An entry that stands for w numbers lies in the middle of their w places; between entries it is linear.
+        """
+        numbers = self.numbers()
+        if not self.weights or np.isnan(numbers).any():
+            return np.quantile(numbers, levels)
+        order = np.argsort(numbers, kind="stable")
+        weights = np.repeat(self.weights, [len(part) for part in self.parts])[order]
+        places = weights.cumsum() - (weights + 1) / 2
+        return np.interp(np.asarray(levels) * (weights.sum() - 1), places, numbers[order])
+
+    def thinned(self, count: int) -> Quantile:
+        """At most `count` entries: where there are more, the quantiles at the middles of as many equal shares.
+
+        The quantile of what is merged from thinned parts is that of all numbers at a level within 1 / count.
+        """
+        size = sum(w * len(part) for w, part in zip(self._part_weights(), self.parts, strict=True))
+        is_even = len(self.parts) <= 1 or not self.weights
+        if is_even and sum(len(part) for part in self.parts) <= count:
+            return Quantile(self.level, (self.numbers(),), self.weights)
+        weight = size / count
+        places = weight * (np.arange(count) + 0.5) - 0.5
+        return Quantile(self.level, (self.at(places / (size - 1)),), (weight,))
+
     def value(self) -> float | None:
         """None without numbers."""
-        numbers = self.numbers()
-        return float(np.quantile(numbers, self.level)) if len(numbers) else None
+        return float(self.at(self.level)) if any(len(part) for part in self.parts) else None
+
+    def _part_weights(self) -> tuple[float, ...]:
+        return self.weights or (1.0,) * len(self.parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,16 +97,6 @@ def probe_samples(groups: Sequence[RolloutGroup]) -> list[Sample]:
     return [_probe_sample(i, t.token_ids, t.loss_mask) for i, t in enumerate(trajectories)]
 
 
-def at_least(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`samples`, and up to `count` copies of the first without a live token, which nobody looks at.
-
-    The stages of an interleaved pipeline need as many micro-batches.
-    """
-    blank = np.zeros_like(samples[0].loss_mask)
-    missing = range(len(samples), count)
-    return [*samples, *(replace(samples[0], sample_id=i, group_id=i, loss_mask=blank) for i in missing)]
-
-
 def _fitting(samples: Sequence[Sample], seen: RouterStats) -> int:
     """How many samples, from the first on and at least one, stay within `MAX_LOG_PROBS` numbers."""
     layers, experts = (seen.log_probs.shape[1:]) if seen.log_probs is not None else seen.own_routes.shape[1:]
@@ -130,7 +119,7 @@ def _to_tensor(text: Mapping[str, Any], device: torch.device) -> Tensor:
 
 def _owners(micro: MicroBatch) -> Tensor:
     """Sample id of every live token."""
-    ids = torch.tensor(micro.sample_ids, device=micro.mask.device)
+    ids = torch.tensor(micro.sample_ids, dtype=torch.int64, device=micro.mask.device)
     return ids[micro.seq_ids[micro.mask]]
 
 

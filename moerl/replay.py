@@ -55,7 +55,7 @@ def oracle_gradients(
         routing: `none`, `R2`, `R3`; the frozen routers of `frozen_router*` still have a gradient here.
     """
     model.zero_grad(set_to_none=True)
-    for micro in minibatch:
+    for micro in (micro for micro in minibatch if not micro.is_filler):
         loss, _ = objective(oracle_inputs(model, micro, objective.needs, routing=routing))
         loss.backward()
     return {
@@ -115,7 +115,7 @@ def oracle_value_gradients(
     named = {**model.hf_state(), "value_head.weight": weight, "value_head.bias": bias}
     for parameter in named.values():
         parameter.grad = None
-    for micro in minibatch:
+    for micro in (micro for micro in minibatch if not micro.is_filler):
         if micro.returns is None or micro.old_values is None:
             raise DataError("the batch has no returns; take one that the token credit has seen")
         values = oracle_values(model, weight, bias, micro)

@@ -32,7 +32,7 @@ from moerl.algorithms.types import (
 from moerl.algorithms.values import ValueCredit, on_last_token
 from moerl.config.schema import EntropySection, KLSection
 from moerl.credit import credit_inputs
-from moerl.data.batch import TermWeigh, Weigh, as_token_weights, token_weights
+from moerl.data.batch import TermWeigh, Weigh, as_token_weights, split_updates, token_weights
 from moerl.metrics import Last, Mean, Metrics, Sum, merge_into, to_floats
 from moerl.types import MicroBatch, Sample, StepBatch
 
@@ -163,7 +163,7 @@ class TokenCredit:
             constants = self._constants(m, rows, tokens)
             shares = None if weights is None else weights[m]
             done = tuple(replace(_finish(look, anew, whitened, shares), constants=constants) for look in mini)
-            minibatches += _split(done, rules.updates, rules.update_of)
+            minibatches += split_updates(done, rules.updates, rules.update_of)
         first = rows["minibatch"] < batch.num_score_minibatches
         result = replace(
             batch,
@@ -198,6 +198,8 @@ class TokenCredit:
 
     def _look(self, minibatch: int, micro: MicroBatch) -> _Look:
         rules = self.rules
+        if micro.is_filler:
+            return _look_of_filler(micro, rules.values)
         weight = torch.ones_like(micro.advantages)
         kept = micro.mask
         if rules.removes or self._wants(CORRECTION_MEAN):
@@ -370,6 +372,8 @@ def _finish(
 ) -> MicroBatch:
     """The micro-batch with its final advantages and weights."""
     micro, device = look.micro, look.micro.mask.device
+    if micro.is_filler:
+        return micro
     ids = list(micro.sample_ids)
     if whitened is not None:
         values = torch.zeros_like(look.extra)
@@ -385,16 +389,9 @@ def _finish(
     return replace(micro, weights=as_token_weights(tensors))
 
 
-def _split(
-    minibatch: tuple[MicroBatch, ...], updates: int, update_of: Callable[[Tensor], Tensor]
-) -> list[tuple[MicroBatch, ...]]:
-    """One minibatch per optimizer update; weights stay those of all its tokens."""
-    if updates == 1:
-        return [minibatch]
-    parts: list[list[MicroBatch]] = [[] for _ in range(updates)]
-    for micro in minibatch:
-        assert micro.old_logprobs is not None
-        chosen = update_of(micro.old_logprobs)
-        for index, part in enumerate(parts):
-            part.append(replace(micro, mask=micro.mask & (chosen == index)))
-    return [tuple(part) for part in parts]
+def _look_of_filler(micro: MicroBatch, values: ValueCredit | None) -> _Look:
+    """Nothing of nothing: no rule is asked about a micro-batch without a sequence."""
+    nothing = torch.zeros_like(micro.advantages, dtype=torch.float64)
+    micro = micro if values is None else replace(micro, returns=micro.advantages)
+    rows, tokens = (nothing.new_zeros(0, len(names)) for names in (ROW, TOKEN))
+    return _Look(micro, nothing, rows, tokens, kl=Mean(0.0, 0.0), dropped=(0.0, 0.0), teacher_kl=Mean(0.0, 0.0))

@@ -245,7 +245,7 @@ class PackPlan:
     """Which sample goes where: plain integers, made from lengths alone, the same on every rank."""
 
     assignment: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
-    """[minibatches over all epochs][data-parallel rank][micro-batch] -> sample ids in packing order."""
+    """[minibatches over all epochs][data-parallel rank][micro-batch] -> sample ids in packing order; none: a filler."""
 
     def minibatch_samples(self, minibatch: int) -> list[int]:
         """All samples of one minibatch, over ranks and micro-batches, in plan order."""
@@ -344,6 +344,11 @@ class MicroBatch:
     def num_seqs(self) -> int:
         """n."""
         return len(self.sample_ids)
+
+    @property
+    def is_filler(self) -> bool:
+        """Holds no sequence; it is run, as ranks need equally many micro-batches, and is in no loss or statistic."""
+        return not self.sample_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def _model(axes: ParallelSection, hf: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _samples(cfg: RunConfig, world_size: int) -> Iterator[str]:
-    """Every data-parallel rank needs a sample in every micro-batch."""
+    """A step that happens to be small runs fillers; one that always is would leave ranks idle in every step."""
     axes = cfg.parallel
     model = axes.tensor * axes.pipeline * axes.context
     if world_size % model:
@@ -87,7 +87,8 @@ def _samples(cfg: RunConfig, world_size: int) -> Iterator[str]:
             of += f" with {rounds} micro-batches each (interleaved pipeline)"
         yield (
             f"rollout.prompts_per_step x rollout.group_size = {cfg.rollout.prompts_per_step} x "
-            f"{cfg.rollout.group_size} = {samples} samples cannot be shared by {of}; raise rollout.prompts_per_step"
+            f"{cfg.rollout.group_size} = {samples} samples leave some of {of} idle in every step; raise "
+            "rollout.prompts_per_step"
         )
 
 

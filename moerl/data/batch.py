@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -53,7 +54,12 @@ def build_step_batch(
         if weigh_terms is not None:
             own.update(weigh_terms(live[members], groups[members], tasks[members]))
         shares = {term: _spread(values, members, len(samples)) for term, values in own.items()}
-        minibatches.append(tuple(_pack([samples[i] for i in micro], shares, device) for micro in ranks[dp_rank]))
+        minibatches.append(
+            tuple(
+                _pack([samples[i] for i in micro], shares, device) if micro else filler(device)
+                for micro in ranks[dp_rank]
+            )
+        )
     if unseen:
         raise DataError(f"the plan leaves out samples {sorted(unseen)[:10]}; it was made for another step")
     return StepBatch(
@@ -64,6 +70,43 @@ def build_step_batch(
         num_tokens=sum(len(s.token_ids) for s in samples),
         num_live_tokens=int(live.sum()),
     )
+
+
+def filler(device: torch.device | str) -> MicroBatch:
+    """A micro-batch without a sample."""
+    whole, real = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
+    return MicroBatch(
+        sample_ids=(),
+        token_ids=whole,
+        position_ids=whole,
+        cu_seqlens=torch.zeros(1, dtype=torch.int32, device=device),
+        seq_ids=whole,
+        group_ids=whole,
+        rewards=real,
+        mask=torch.zeros(0, dtype=torch.bool, device=device),
+        rollout_logprobs=real,
+        advantages=real,
+        temperature=real,
+        weights=TokenWeights.shared(real),
+    )
+
+
+def split_updates(
+    minibatch: tuple[MicroBatch, ...], updates: int, update_of: Callable[[Tensor], Tensor]
+) -> list[tuple[MicroBatch, ...]]:
+    """One minibatch per optimizer update; weights stay those of all its tokens.
+
+    `update_of`: old logprobs [t] -> in which update each token trains.
+    """
+    if updates == 1:
+        return [minibatch]
+    parts: list[list[MicroBatch]] = [[] for _ in range(updates)]
+    for micro in minibatch:
+        assert micro.old_logprobs is not None
+        chosen = update_of(micro.old_logprobs)
+        for index, part in enumerate(parts):
+            part.append(replace(micro, mask=micro.mask & (chosen == index)))
+    return [tuple(part) for part in parts]
 
 
 def token_weights(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -9,6 +10,9 @@ import numpy as np
 
 from moerl.errors import DataError
 from moerl.types import PackPlan
+
+_Ranks = tuple[tuple[tuple[int, ...], ...], ...]
+"""[data-parallel ranks][micro-batches] -> samples, of one minibatch."""
 
 
 def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its caller
@@ -29,10 +33,14 @@ def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its ca
     Groups stay whole inside a minibatch and are dealt out anew, shuffled, in every epoch; groups with a live token
     and groups without are dealt apart, so minibatches hold (nearly) equal numbers of both. Each rank of a minibatch
     gets the same number of micro-batches, as few as longest-first filling finds within the budget, with nearly equal
-    tokens side by side.
+    tokens side by side. Where there are fewer samples (or pairs) than micro-batches, the last ones of some ranks are
+    fillers: micro-batches without a sample, `()`.
 
-    There are fewer than `num_minibatches` minibatches where the step is too small: never more than groups with a live
-    token, and as many as can all be shared out evenly, with at least one sample for every rank.
+    A sample stays on the rank that has it in the first epoch, which alone has what the score pass found of it; in later
+    epochs a rank with fewer samples than others of a minibatch has fillers.
+
+    There are fewer than `num_minibatches` minibatches where there are fewer groups with a live token. Which samples
+    make a minibatch depends on no layout.
 
     Args:
         lengths: [n] tokens of each sample, prompt included; the sample's id is its index.
@@ -47,7 +55,7 @@ def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its ca
         microbatch_multiple: every rank's number of micro-batches is a multiple of this (interleaved pipelines).
 
     Raises:
-        DataError: a sample above the budget, or a step that cannot be shared out evenly even as one minibatch.
+        DataError: no samples, or a sample or atom above the budget.
     """
     _refuse_lengths(lengths, max_tokens_per_microbatch)
     if atoms is not None:
@@ -55,16 +63,16 @@ def plan_packing(  # noqa: PLR0913 the numbers of one step, each named by its ca
     groups = _group_members(group_ids)
     live = [g for g, members in groups.items() if any(live_lengths[s] for s in members)]
     dead = [g for g in groups if g not in set(live)]
-    budget, multiple = max_tokens_per_microbatch, microbatch_multiple
+    multiple, budget = microbatch_multiple, max_tokens_per_microbatch
+    count = min(num_minibatches, max(len(live), 1))
+    rngs = [np.random.default_rng([seed % 2**63, epoch]) for epoch in range(num_epochs)]
+    first, *others = [_deal(groups, live, dead, count, rng) for rng in rngs]
     share = partial(_share_out, lengths=lengths, dp_size=dp_size, multiple=multiple, budget=budget, atoms=atoms)
-    for count in range(min(num_minibatches, max(len(live), 1)), 0, -1):
-        rngs = [np.random.default_rng([seed % 2**63, epoch]) for epoch in range(num_epochs)]
-        try:
-            return PackPlan(tuple(share(hand) for rng in rngs for hand in _deal(groups, live, dead, count, rng)))
-        except DataError:  # fewer and larger minibatches may go where these do not
-            if count == 1:
-                raise
-    raise AssertionError("there is at least one minibatch")
+    plan = [share(hand) for hand in first]
+    home = {s: rank for ranks in plan for rank, micros in enumerate(ranks) for micro in micros for s in micro}
+    keep = partial(_keep_ranks, home=home, lengths=lengths, dp_size=dp_size, multiple=multiple, budget=budget)
+    plan += [keep(hand, atoms=atoms) for hands in others for hand in hands]
+    return PackPlan(tuple(plan))
 
 
 def _refuse_lengths(lengths: Sequence[int], budget: int) -> None:
@@ -107,35 +115,51 @@ def _deal(
 
 
 def _share_out(
+    samples: list[int], lengths: Sequence[int], *, dp_size: int, multiple: int, budget: int, atoms: Sequence[int] | None
+) -> _Ranks:
+    """Micro-batch counts equal, with fillers where samples run out."""
+    total = sum(lengths[s] for s in samples)
+    fewest = -(-max(1, -(-total // (budget * dp_size))) // multiple) * multiple
+    for per_rank in itertools.count(fewest, multiple):  # ends at the latest where every unit has a bin to itself
+        bins = _bins(samples, lengths, count=per_rank * dp_size, budget=budget, atoms=atoms)
+        if bins is not None:
+            return _bins_to_ranks(bins, lengths, dp_size)
+    raise AssertionError("counting has no end")
+
+
+def _keep_ranks(
     samples: list[int],
+    home: Mapping[int, int],
     lengths: Sequence[int],
     *,
     dp_size: int,
     multiple: int,
     budget: int,
     atoms: Sequence[int] | None,
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """[ranks][micro-batches] -> samples, micro-batch counts equal."""
+) -> _Ranks:
+    """As `_share_out`, with every sample on the rank that `home` says."""
+    shares = [[s for s in samples if home[s] == rank] for rank in range(dp_size)]
+    for per_rank in itertools.count(multiple, multiple):
+        ranks = [_bins(share, lengths, count=per_rank, budget=budget, atoms=atoms) for share in shares]
+        found = [bins for bins in ranks if bins is not None]
+        if len(found) == dp_size:
+            return tuple(_bins_to_ranks(bins, lengths, 1)[0] for bins in found)
+    raise AssertionError("counting has no end")
+
+
+def _bins(
+    samples: list[int], lengths: Sequence[int], *, count: int, budget: int, atoms: Sequence[int] | None
+) -> list[list[int]] | None:
+    """`samples` in `count` bins, none empty while there are units; None where they do not go in."""
     units = _units(samples, atoms)
-    if len(units) < dp_size * multiple:
-        raise DataError(
-            f"{len(units)} {'samples' if atoms is None else 'pairs'} cannot be shared by {dp_size * multiple} "
-            "micro-batches (data-parallel ranks, times the stages of an interleaved pipeline); raise "
-            "rollout.prompts_per_step"
-        )
     sizes = {unit: sum(lengths[s] for s in members) for unit, members in units.items()}
-    total = sum(sizes.values())
-    fewest = -(-max(1, -(-total // (budget * dp_size))) // multiple) * multiple
-    for per_rank in range(fewest, len(units) // dp_size + 1, multiple):
-        for fill in (_fill_evenly, _fill_tightly):
-            bins = fill(list(units), sizes, num_bins=per_rank * dp_size, budget=budget)
-            if all(members and sum(sizes[u] for u in members) <= budget for members in bins):
-                return _bins_to_ranks([[s for u in members for s in units[u]] for members in bins], lengths, dp_size)
-    raise DataError(
-        f"{len(samples)} samples ({total} tokens, longest {max(lengths[s] for s in samples)}) cannot be cut into "
-        f"equally many micro-batches of at most {budget} tokens for {dp_size} data-parallel ranks; raise "
-        f"batch.max_tokens_per_microbatch, or make the samples of a minibatch a multiple of {dp_size}"
-    )
+    num_bins = min(count, len(units))
+    for fill in (_fill_evenly, _fill_tightly):
+        bins = fill(list(units), sizes, num_bins=num_bins, budget=budget)
+        if all(members and sum(sizes[u] for u in members) <= budget for members in bins):
+            filled = [[s for u in members for s in units[u]] for members in bins]
+            return filled + [[] for _ in range(count - num_bins)]
+    return None
 
 
 def _units(samples: list[int], atoms: Sequence[int] | None) -> dict[int, list[int]]:
@@ -173,9 +197,7 @@ def _fill_tightly(samples: list[int], lengths: Mapping[int, int], *, num_bins: i
     return bins
 
 
-def _bins_to_ranks(
-    bins: list[list[int]], lengths: Sequence[int], dp_size: int
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _bins_to_ranks(bins: list[list[int]], lengths: Sequence[int], dp_size: int) -> _Ranks:
     """Bins of like weight run side by side; within a round the rank with least so far takes the heaviest."""
     ranks: list[list[tuple[int, ...]]] = [[] for _ in range(dp_size)]
     totals = [0] * dp_size

@@ -181,6 +181,7 @@ def from_micro_batches(micro_batches: tuple[MicroBatch, ...]) -> TokenBatch:
 
     Its log-probabilities are `old_logprobs`, or the engine's where no score pass ran; they are the current ones too.
     """
+    micro_batches = tuple(micro for micro in micro_batches if not micro.is_filler)
     if not micro_batches:
         raise DataError("the dump holds no micro-batches; dump a step that trained")
     old = [micro.rollout_logprobs if micro.old_logprobs is None else micro.old_logprobs for micro in micro_batches]

@@ -28,11 +28,12 @@ def rollout_agreement(
     that is judged.
     """
     metrics: Metrics = {}
+    real = [(batch, result) for batch, result in zip(batches, results, strict=True) if not batch.is_filler]
     if not has_experts:
-        for batch, result in zip(batches, results, strict=True):
+        for batch, result in real:
             merge_into(metrics, _agreement_without_experts(batch, result.logprobs))
-    elif all(batch.routes is not None for batch in batches):
-        for batch, result in zip(batches, results, strict=True):
+    elif all(batch.routes is not None for batch, _ in real):
+        for batch, result in real:
             if result.observed is not None:
                 merge_into(metrics, _agreement(batch, result.logprobs, result.observed))
     return metrics
@@ -92,7 +93,7 @@ def update_agreement(minibatch: Sequence[MicroBatch], results: Sequence[MicroRes
     """
     found: Metrics = {}
     for batch, result in zip(minibatch, results, strict=True):
-        if batch.old_logprobs is not None:  # a file's completions are not scored
+        if batch.old_logprobs is not None and not batch.is_filler:  # a file's completions are not scored
             gap = torch.where(batch.mask, result.logprobs - batch.old_logprobs, 0.0)
             merge_into(found, {"contract/ratio_deviation": Max(torch.expm1(gap).abs().max())})
     means = [metrics.get(name) for name in ("pg/clip_low", "pg/clip_high")]

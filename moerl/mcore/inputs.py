@@ -89,6 +89,8 @@ def fill_step(batch: StepBatch, scored: Sequence[MicroBatch], filled: Sequence[d
             by_sample[sample] = {name: value[bounds[i] : bounds[i + 1]] for name, value in fields.items()}
 
     def fill(micro: MicroBatch) -> MicroBatch:
+        if micro.is_filler:
+            return replace(micro, **{name: value[:0] for name, value in filled[0].items()})  # pyright: ignore[reportArgumentType] names of tensor fields only
         fields = by_pack.get(micro.sample_ids)
         if fields is None:
             parts = [by_sample[sample] for sample in micro.sample_ids]

@@ -60,9 +60,10 @@ def own_counts(batches: Sequence[MicroBatch], observed: Sequence[Observation], n
 
 def rollout_pair_metrics(batches: Sequence[MicroBatch], observed: Sequence[Observation]) -> Metrics:
     """`route/*` of (rollout, old) on live tokens that have a route; nothing where the rollout gave none."""
-    if any(batch.routes is None for batch in batches):
+    real = [(batch, seen) for batch, seen in zip(batches, observed, strict=True) if not batch.is_filler]
+    if not real or any(batch.routes is None for batch, _ in real):
         return {}
-    pairs = [_rollout_pair(batch, seen) for batch, seen in zip(batches, observed, strict=True)]
+    pairs = [_rollout_pair(batch, seen) for batch, seen in real]
     before, after = torch.cat([p.before for p in pairs]), torch.cat([p.after for p in pairs])
     everywhere = torch.ones(before.shape[0], dtype=torch.bool, device=before.device)
     metrics = route_metrics(before, after, everywhere, prefix="route")

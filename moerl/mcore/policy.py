@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +19,7 @@ from moerl.mcore.balancing import check_balancing, check_routers
 from moerl.mcore.frozen import REFERENCE, TEACHER, FrozenWeights, chosen
 from moerl.mcore.inputs import FILLED, fill_step, loss_inputs
 from moerl.mcore.model import ModelSource, build_chunks, read_same_shape, read_source, transformer_config
+from moerl.mcore.old_routing import OldRouting
 from moerl.mcore.optim import Optimizer, minibatch_of, wrap_chunks
 from moerl.mcore.parallel import ParallelState, initialize_parallel
 from moerl.mcore.reduce import merge_over_ranks
@@ -46,14 +46,6 @@ class Objective(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _OldRouting:
-    """What the score pass saw of one sample, kept for the pair (old, current)."""
-
-    own_routes: Tensor
-    log_probs: Tensor
-
-
 class MegatronPolicy:
     """A megatron-core model, its optimizer, and a frozen copy of its first weights where a reference is needed."""
 
@@ -76,7 +68,7 @@ class MegatronPolicy:
         self._frozen: dict[str, FrozenWeights] = {}
         """By the field of a micro-batch that their logprobs fill."""
         self._refresh = ReferenceSection()
-        self._old_routing: dict[int, _OldRouting] = {}
+        self._old_routing = OldRouting()
         self._gamma_min = 0.8
 
     @classmethod
@@ -154,7 +146,7 @@ class MegatronPolicy:
         metrics: Metrics = {}
         if self._needs_old_pass(batch, needs):
             results = self._runner.forward(first_epoch, self._replay_for_score, observe=True)
-            self._keep_old_routing(batch, first_epoch, results)
+            self._old_routing.keep(batch, first_epoch, results)
             for fields, micro, result in zip(filled, first_epoch, results, strict=True):
                 fields.update(self._old_fields(micro, result, needs))
             metrics = self._pair_metrics(first_epoch, results)
@@ -222,19 +214,6 @@ class MegatronPolicy:
                 merge_into(metrics, moe_stats.replay_coverage(batch, covers_all=self._routing == "R2"))
         return metrics
 
-    def _keep_old_routing(self, batch: StepBatch, scored: Sequence[MicroBatch], results: Sequence[MicroResult]) -> None:
-        """Log q over all experts is large: keep it for the samples of the last minibatch alone."""
-        wanted = {sample for micro in batch.minibatches[-1] for sample in micro.sample_ids}
-        for micro, result in zip(scored, results, strict=True):
-            if result.observed is None:
-                continue
-            bounds = micro.cu_seqlens.tolist()
-            for i, sample in enumerate(micro.sample_ids):
-                if sample in wanted:
-                    rows = slice(bounds[i], bounds[i + 1])
-                    seen = result.observed
-                    self._old_routing[sample] = _OldRouting(seen.own_routes[rows], seen.log_probs[rows])
-
     # Updating
 
     def update(self, batch: StepBatch, objective: Objective) -> Metrics:
@@ -295,15 +274,11 @@ class MegatronPolicy:
             was_scored = any(batch.old_logprobs is not None for batch in minibatch)
             return {} if was_scored else self._pair_metrics(minibatch, results)
         now = [moe_stats.live_stats(b, _seen(r)) for b, r in zip(minibatch, results, strict=True)]
-        if all(sample in self._old_routing for batch in minibatch for sample in batch.sample_ids):
-            before = [moe_stats.live_stats(batch, self._old_observation(batch)) for batch in minibatch]
+        if self._old_routing.covers(minibatch):
+            old = [self._old_routing.of(b, _seen(r)) for b, r in zip(minibatch, results, strict=True)]
+            before = [moe_stats.live_stats(batch, seen) for batch, seen in zip(minibatch, old, strict=True)]
             return moe_stats.update_pair_metrics(before, now)
         return self._pair_metrics(minibatch, results)  # one minibatch: no update lies between old and current
-
-    def _old_observation(self, batch: MicroBatch) -> Observation:
-        kept = [self._old_routing[sample] for sample in batch.sample_ids]
-        log_probs = torch.cat([old.log_probs for old in kept])
-        return Observation(torch.cat([old.own_routes for old in kept]), log_probs, log_probs)
 
     def _accumulate(
         self, minibatch: Sequence[MicroBatch], objective: Objective, *, observe: bool
@@ -338,6 +313,7 @@ class MegatronPolicy:
         return {
             batch.sample_ids: self._shift(batch, result.observed)
             for batch, result in zip(minibatch, results, strict=True)
+            if not batch.is_filler
         }
 
     # Looking

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from moerl.metrics import (
 
 LAWS: dict[str, type] = {law.__name__: law for law in (Mean, Sum, Max, Min, Last, EffectiveSize, Correlation)}
 MAX_NUMBERS = 16384
-"""Of a quantile, from one rank: beyond it, as many order statistics at even distances."""
+"""Of a quantile, from one rank: beyond it, as many order statistics at even distances, each for several numbers."""
 
 
 def merge_over_ranks(metrics: Metrics, parallel: ParallelState) -> Metrics:
@@ -38,32 +37,33 @@ def merge_over_ranks(metrics: Metrics, parallel: ParallelState) -> Metrics:
     if parallel.world_size == 1:
         return metrics
     speaks = parallel.is_last_stage and parallel.tp.rank == parallel.cp.rank == 0
-    mine = json.dumps(_encode(metrics)).encode() if speaks else b""
+    mine = to_wire(metrics) if speaks else b""
     merged: Metrics = {}
     for text in gather_bytes(mine):
         if text:
-            merge_into(merged, _decode(json.loads(text)))
+            merge_into(merged, from_wire(text))
     return merged
 
 
-def _encode(metrics: Metrics) -> dict[str, list[Any]]:
-    return {name: [type(metric).__name__, *_numbers(metric)] for name, metric in metrics.items()}
+def to_wire(metrics: Metrics) -> bytes:
+    """JSON: name -> law and its numbers. A quantile keeps at most `MAX_NUMBERS`, and how many each stands for."""
+    return json.dumps({name: [type(metric).__name__, *_numbers(metric)] for name, metric in metrics.items()}).encode()
+
+
+def from_wire(text: bytes) -> Metrics:
+    """Inverse of `to_wire`."""
+    return {name: _metric(*parts) for name, parts in json.loads(text).items()}
 
 
 def _numbers(metric: Metric) -> list[float]:
     if isinstance(metric, Quantile):
-        numbers = metric.numbers()
-        if len(numbers) > MAX_NUMBERS:
-            numbers = np.quantile(numbers, np.linspace(0, 1, MAX_NUMBERS))
-        return [metric.level, *numbers.tolist()]
+        thin = metric.thinned(MAX_NUMBERS)
+        return [metric.level, *(thin.weights or (1.0,)), *thin.numbers().tolist()]
     return [float(getattr(metric, slot)) for slot in type(metric).__slots__]  # pyright: ignore[reportAttributeAccessIssue] every law is a slotted dataclass
-
-
-def _decode(values: dict[str, list[Any]]) -> Metrics:
-    return {name: _metric(*parts) for name, parts in values.items()}
 
 
 def _metric(law: str, *numbers: float) -> Metric:
     if law == Quantile.__name__:
-        return Quantile(numbers[0], (np.array(numbers[1:]),))
+        level, weight, *rest = numbers
+        return Quantile(level, (np.array(rest),), () if weight == 1 else (weight,))
     return LAWS[law](*numbers)

@@ -36,6 +36,8 @@ class RouterTap(RouterReplay):
         """[rows] bool; None: every row has one."""
         self.filler: Tensor | None = None
         """[rows] bool: rows without a token, which no balancing loss or bias may count; None: the pack has none."""
+        self.is_empty = False
+        """No row of the whole pack, over all ranks that share it, has a token."""
         self.is_observing = False
         self.own: Tensor | None = None
         """[rows, k] int64: the router's own choice of the last observed forward."""
@@ -81,6 +83,10 @@ class ReplayRouter(TopKRouter):
         if self.router_replay.is_observing:
             self.router_replay.logits = logits.detach().flatten(0, -2)
         return super().routing(logits, padding_mask=self.router_replay.filler)
+
+    def _apply_aux_loss(self, probs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The balancing loss of a pack without a token is 0; megatron's formula would divide by their number."""
+        return probs if self.router_replay.is_empty else super()._apply_aux_loss(probs, *args, **kwargs)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count loads; once per micro-batch, as recomputation runs with gradients and what it repeats without."""
@@ -163,7 +169,7 @@ class RouteController:
             for number, router in self._routers.items():
                 tap = router.router_replay
                 tap.target, tap.has_target, tap.is_observing = targets[number], present, observing
-                tap.filler = filler
+                tap.filler, tap.is_empty = filler, not rows.num_tokens
 
         arm(observe)
         return lambda: arm(False)
@@ -214,7 +220,7 @@ class RouteController:
         for router in self._routers.values():
             tap = router.router_replay
             tap.target = tap.has_target = tap.filler = tap.own = tap.logits = None
-            tap.is_observing = False
+            tap.is_observing = tap.is_empty = False
         for dispatcher in self._dispatchers:
             kept = [name for name, value in vars(dispatcher).items() if isinstance(value, Tensor) and value.grad_fn]
             vars(dispatcher).update(dict.fromkeys(kept))

@@ -89,7 +89,9 @@ class RowPlan:
         return self.token == NONE
 
     def carry(self, values: Tensor) -> Tensor:
-        """[t, ...] of tokens -> [m, ...] of rows; a row without a token has those of token 0."""
+        """[t, ...] of tokens -> [m, ...] of rows; a row without a token has those of token 0, or 0 without any."""
+        if not self.num_tokens:
+            return values.new_zeros(len(self.token), *values.shape[1:])
         if self.cut.context_size == 1 and not self.has_filler:
             return values
         return values.index_select(0, self.token.clamp_min(0))
@@ -105,7 +107,7 @@ class RowPlan:
 
         `position_ids` [t]: 0 at first tokens.
         """
-        shifted = F.pad(self.row_of_token[:-1], (1, 0))
+        shifted = F.pad(self.row_of_token, (1, 0))[:-1]
         return rows.index_select(0, shifted).masked_fill((position_ids == 0)[:, None], 0.0)
 
     def replayed(self, routes: Tensor, has_route: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor | None]:
@@ -125,11 +127,14 @@ class RowPlan:
 
 
 def plan_rows(cu_seqlens: Tensor, cut: RowCut) -> RowPlan:
-    """The rows of a pack with bounds `cu_seqlens` [n + 1], as seen from the rank of `cut`."""
+    """The rows of a pack with bounds `cu_seqlens` [n + 1], as seen from the rank of `cut`.
+
+    A pack without a sequence (a filler) has as few rows as the layout can cut, none of which carries a token.
+    """
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
     padded = (lengths + cut.sequence_multiple - 1) // cut.sequence_multiple * cut.sequence_multiple
-    rest = -int(padded.sum()) % cut.pack_multiple
+    rest = -int(padded.sum()) % cut.pack_multiple if len(lengths) else cut.pack_multiple
     if rest:
         lengths, padded = F.pad(lengths, (0, 1)), F.pad(padded, (0, 1), value=rest)
     starts = F.pad(padded.cumsum(0), (1, 0))
@@ -180,6 +185,9 @@ class Predictions:
 
 def predictions(batch: MicroBatch, rows: RowPlan) -> Predictions:
     """Of the rows of `batch`."""
+    if batch.is_filler:
+        targets, ones = rows.carry(batch.token_ids), torch.ones_like(rows.token, dtype=batch.temperature.dtype)
+        return Predictions(rows, batch.position_ids, targets, ones, support=None, top_ids=None)
     following = rows.token + 1
     following = torch.where(rows.is_filler | (following >= rows.num_tokens), 0, following)
     top = batch.rollout_top_ids

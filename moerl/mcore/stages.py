@@ -56,7 +56,7 @@ class StageExchange:
         return Observation(own, floats[0], floats[1])
 
     def _broadcast(self, tensor: Tensor, stage: int) -> Tensor:
-        if self._axis.size == 1:
+        if self._axis.size == 1 or not tensor.numel():  # a filler's: every stage knows that there is nothing
             return tensor
         tensor = tensor.contiguous()
         dist.broadcast(tensor, src=dist.get_process_group_ranks(self._axis.group)[stage], group=self._axis.group)

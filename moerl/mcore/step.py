@@ -109,6 +109,10 @@ class _Pass:
         tokens = torch.ones((), dtype=torch.int, device=output.device)
         if self.loss_function is None:
             return output.new_zeros(()), tokens, {}
+        if batch.is_filler:  # 0, with a graph: its backward pass must run, since collectives of other ranks wait for it
+            nothing = output.sum()
+            self.losses[index] = nothing.detach().clone()
+            return nothing, tokens, {}
         loss, metrics = self.loss_function(batch, TokenScores(logprobs, entropy, observed, _top(output, batch)))
         self.losses[index], self.metrics[index] = loss.detach().clone(), metrics
         # The one scaling line: core divides by the number of micro-batches and DDP averages over dp x cp; the objective
@@ -216,7 +220,7 @@ class StepRunner:
                 data_iterator=iterators if is_interleaved else iterators[0],
                 model=self._chunks if is_interleaved else self._chunks[0],
                 num_microbatches=count,
-                seq_length=max(batch.num_tokens for batch in work.micro_batches),
+                seq_length=max(1, *(batch.num_tokens for batch in work.micro_batches)),
                 micro_batch_size=1,
                 forward_only=not is_training,
             )
@@ -233,6 +237,8 @@ def own_routes(batch: MicroBatch) -> Routes:
 
 def rollout_routes(batch: MicroBatch) -> Routes:
     """Replay what the engine recorded (R3)."""
+    if batch.is_filler:
+        return None, None
     if batch.routes is None:
         raise DataError("algorithm.routing is R3, but the samples carry no routes; use an engine that returns them")
     return batch.routes, batch.has_route

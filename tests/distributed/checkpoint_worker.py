@@ -35,7 +35,7 @@ def train(policy: MegatronPolicy, case: dict[str, Any], steps: int) -> list[dict
     seen = []
     for _ in range(steps):
         step = policy.version
-        made = samples(np.random.default_rng(step), case["shape"], constant=objective.constant_advantage)
+        made = samples(np.random.default_rng(step), case, constant=objective.constant_advantage)
         batch = pack(policy, made, section, case, step)
         batch, metrics = policy.score(batch, objective.needs | {"old_logprobs"})
         seen.append(to_floats(metrics | policy.update(batch, objective)))
@@ -126,7 +126,7 @@ def run(case: dict[str, Any], layout: dict[str, Any], out: Path) -> None:
         killed(policy, case, out / case["killed"])
     if "gradients" in case:
         objective = build_objective(section)
-        made = samples(np.random.default_rng(0), case["shape"], constant=objective.constant_advantage)
+        made = samples(np.random.default_rng(0), case, constant=objective.constant_advantage)
         batch, _ = policy.score(pack(policy, made, section, case, 0), objective.needs | {"old_logprobs"})
         grads = policy.gradients(batch.minibatches[0], objective)
         arrays = {name: value.float().cpu().numpy() for name, value in grads.items()}

@@ -41,9 +41,9 @@ STEPS = 3
 LENGTHS = (9, 17, 6, 21, 12, 8, 29, 14, 11, 7, 19, 10)
 
 
-def samples(rng: np.random.Generator, shape: dict[str, int], *, constant: bool) -> list[Sample]:
+def samples(rng: np.random.Generator, case: dict[str, Any], *, constant: bool) -> list[Sample]:
     """Of a step."""
-    return random_samples(rng, LENGTHS, shape, constant=constant)
+    return random_samples(rng, case.get("lengths", LENGTHS), case["shape"], constant=constant)
 
 
 def algorithm(case: dict[str, Any]) -> Any:
@@ -75,12 +75,12 @@ def build(case: dict[str, Any], layout: dict[str, Any], section: Any, needs: fro
 def pack(policy: MegatronPolicy, made: list[Sample], section: Any, case: dict[str, Any], seed: int) -> StepBatch:
     """This rank's share of one step."""
     plan = plan_packing(
-        LENGTHS,
+        [len(s.token_ids) for s in made],
         [s.group_id for s in made],
         [int(s.loss_mask.sum()) for s in made],
         dp_size=policy.parallel.dp.size,
         num_minibatches=2,
-        num_epochs=1,
+        num_epochs=case.get("epochs", 1),
         max_tokens_per_microbatch=case.get("budget", 40),
         seed=seed,
         microbatch_multiple=policy.parallel.microbatch_multiple,
@@ -126,7 +126,7 @@ class Learner:
     def scored(self, step: int) -> tuple[StepBatch, Metrics]:
         """A step's batch, ready for the update."""
         constant = self.objective.constant_advantage or self.values is not None
-        made = samples(np.random.default_rng(step), self.case["shape"], constant=constant)
+        made = samples(np.random.default_rng(step), self.case, constant=constant)
         batch = pack(self.policy, made, self.section, self.case, step)
         batch, metrics = self.learner.score(batch, self.objective.needs | self.credit.needs | {"old_logprobs"})
         batch, more = self.credit(batch, made, made)
@@ -154,10 +154,11 @@ def build_critic(case: dict[str, Any], layout: dict[str, Any]) -> MegatronCritic
 
 
 def routes_of(batch: StepBatch) -> dict[str, np.ndarray]:
-    """Sample -> the routers' own experts [s, l, k], in order."""
+    """Sample -> the routers' own experts [s, l, k], in order; none where no score pass ran."""
     found = {}
     for micro in (micro for minibatch in batch.minibatches for micro in minibatch):
-        assert micro.old_routes is not None
+        if micro.old_routes is None:
+            continue
         bounds = micro.cu_seqlens.tolist()
         for i, sample in enumerate(micro.sample_ids):
             found[str(sample)] = micro.old_routes[bounds[i] : bounds[i + 1]].sort(-1).values.cpu().numpy()

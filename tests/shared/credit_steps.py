@@ -97,7 +97,8 @@ class Step:
 
         def filled(micro):
             def spread(values):
-                return torch.cat([torch.cat([torch.zeros(1), parts(values)[i]]) for i in micro.sample_ids])
+                rows = [torch.cat([torch.zeros(1), parts(values)[i]]) for i in micro.sample_ids]
+                return torch.cat([torch.zeros(0), *rows])
 
             return dataclasses.replace(
                 micro, old_logprobs=spread(OLD), ref_logprobs=spread(REF), old_entropy=spread(ENTROPY)

@@ -11,7 +11,7 @@ import torch
 from moerl.data.batch import build_step_batch
 from moerl.data.packing import plan_packing
 from moerl.metrics import to_floats
-from moerl.probe import RouteProbe, at_least, probe_samples
+from moerl.probe import RouteProbe, probe_samples
 from moerl.types import Prompt, RolloutGroup, RouterStats, Trajectory
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 2, 8, 2, 32
@@ -47,7 +47,6 @@ class Packer:
         self.sizes = []
 
     def __call__(self, samples):
-        samples = at_least(samples, self.multiple)
         plan = plan_packing(
             [len(s.token_ids) for s in samples],
             [s.group_id for s in samples],

@@ -28,7 +28,7 @@ from moerl.algorithms.objective import build_objective
 from moerl.algorithms.types import OLD_PASS, LossInputs
 from moerl.build_credit import MinibatchWeights
 from moerl.data.batch import build_step_batch
-from moerl.metrics import Mean
+from moerl.metrics import Mean, merge_into, to_floats
 from moerl.types import PackPlan, StepBatch
 
 
@@ -156,6 +156,25 @@ def test_ranks_agree_with_one_rank_in_one_exchange(name):
         assert torch.equal(micro.mask, whole.mask[rows])
         assert micro.constants == pytest.approx(whole.constants)
         assert split[rank][0].num_live_tokens == alone.num_live_tokens
+
+
+@pytest.mark.parametrize("name", [*EVERYTHING, "lopti"])
+def test_a_rank_that_holds_fillers_alone_changes_nothing(name):
+    lopti = {"schedule": {"name": "lopti", "eta": 0.5}, "aggregation": {"name": "token_mean"}}
+    step = Step(section(**{**EVERYTHING, "lopti": lopti}[name]))
+    alone, metrics = step.run()
+    found = on_ranks(step, ((((0, 1, 2, 3), ()), ((), ())),), 2)
+    assert len(found[1][0].minibatches) == len(alone.minibatches)
+    for index, (whole,) in enumerate(alone.minibatches):
+        micro, *fillers = (*found[0][0].minibatches[index], *found[1][0].minibatches[index])
+        for field in ("advantages", "mask"):
+            assert torch.equal(getattr(micro, field), getattr(whole, field))
+        assert torch.equal(micro.weights.policy, whole.weights.policy)
+        assert [filler.num_tokens for filler in fillers] == [0, 0, 0]
+        assert all(one.constants == micro.constants == whole.constants for one in fillers)
+    merged = merge_into(dict(found[0][1]), found[1][1])
+    assert to_floats(merged) == pytest.approx(metrics)
+    assert found[1][0].num_live_tokens == alone.num_live_tokens
 
 
 # Removal

@@ -230,7 +230,7 @@ def test_a_step_too_small_for_its_ranks_is_refused(base):
     (fault,) = faults(
         base, "rollout.prompts_per_step=1", "rollout.group_size=2", "batch.num_minibatches=1", world_size=4
     )
-    assert "1 x 2 = 2 samples cannot be shared by 4 data-parallel ranks" in fault
+    assert "1 x 2 = 2 samples leave some of 4 data-parallel ranks idle in every step" in fault
 
 
 def test_fp8_is_refused_whether_or_not_transformer_engine_is_here(base):

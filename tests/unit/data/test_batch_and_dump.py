@@ -14,6 +14,7 @@ import torch
 from moerl.data.batch import build_step_batch
 from moerl.data.dump import load_extra, load_step_batch, save_step_batch
 from moerl.data.packing import plan_packing
+from moerl.data.token_batch import from_micro_batches
 from moerl.errors import DataError
 from moerl.types import LocalArray, MicroBatch, Sample, StepBatch, Support, TokenWeights
 
@@ -126,6 +127,23 @@ def test_dtypes_and_counts():
     assert batch.num_samples == 4
     assert batch.num_tokens == sum(len(s.token_ids) for s in samples)
     assert batch.num_live_tokens == sum(int(s.loss_mask.sum()) for s in samples)
+
+
+def test_ranks_without_a_sample_hold_a_filler_that_a_dump_keeps(tmp_path):
+    samples = samples_of(3)
+    ranks = [build(samples, dp_size=4, dp_rank=rank, num_minibatches=1) for rank in range(4)]
+    micros = [micro for batch in ranks for (micro,) in batch.minibatches]
+    assert sorted(micro.sample_ids for micro in micros) == [(), (0,), (1,), (2,)]
+    assert [micro.is_filler for micro in micros].count(True) == 1
+    (empty,) = [batch for batch in ranks if batch.minibatches[0][0].is_filler]
+    assert (empty.num_samples, empty.num_score_minibatches) == (3, 1)
+    assert empty.num_live_tokens == sum(int(s.loss_mask.sum()) for s in samples)
+    kept = load_step_batch(save_step_batch(tmp_path / "x.npz", empty)).minibatches[0][0]
+    assert kept.is_filler
+    assert kept.num_tokens == kept.weights.policy.numel() == 0
+    assert kept.cu_seqlens.tolist() == [0]
+    with pytest.raises(DataError, match="the dump holds no micro-batches"):
+        from_micro_batches((kept,))
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])

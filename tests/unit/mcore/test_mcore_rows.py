@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moerl.data.batch import filler
 from moerl.data.packing import plan_packing
 from moerl.mcore.local_spec import packed_layout
 from moerl.mcore.model import score_tokens, unwrap
@@ -51,6 +52,32 @@ def test_every_token_is_on_one_rank_and_finds_its_way_back(lengths, context, ten
     assert sizes.pop() % tensor == 0
     assert len(tokens) == ranks[0].num_rows
     assert ranks[0].num_rows - total < len(lengths) * ranks[0].cut.sequence_multiple + ranks[0].cut.pack_multiple
+
+
+@pytest.mark.parametrize("context", [1, 2, 3, 4])
+@pytest.mark.parametrize("tensor", [1, 2, 3, 4])
+def test_a_filler_has_rows_for_every_rank_and_no_token(context, tensor):
+    batch = filler("cpu")
+    ranks = [plan_rows(batch.cu_seqlens, RowCut(rank, context, tensor)) for rank in range(context)]
+    for plan in ranks:
+        assert plan.num_tokens == 0
+        assert plan.num_rows == max(plan.cut.pack_multiple, 1) == context * len(plan.token)
+        assert len(plan.token) % tensor == 0
+        assert bool(plan.is_filler.all())
+        assert plan.cu_seqlens.tolist() == [0, plan.num_rows]
+        asked = predictions(batch, plan)
+        assert len(asked.targets) == len(asked.temperature) == len(plan.token)
+        assert bool((asked.temperature == 1).all())
+        scores = torch.rand(plan.num_rows, 2, requires_grad=True)
+        by_token = plan.by_predicted(scores, batch.position_ids)
+        assert by_token.shape == (0, 2)
+        by_token.sum().backward()
+        assert bool((scores.grad == 0).all())
+    together = torch.cat([plan.carry(torch.rand(0, 3)) for plan in ranks])
+    assert ranks[0].by_token(together).shape == (0, 3)
+    routes, _ = ranks[0].replayed(torch.zeros(0, 2, 3, dtype=torch.int64), None, num_experts=5)
+    assert routes.shape == (len(ranks[0].token), 2, 3)
+    assert all(len(set(chosen)) == 3 for row in routes.tolist() for chosen in row)
 
 
 @settings(max_examples=200, deadline=None)
