@@ -25,7 +25,16 @@ METHODS: dict[str, dict[str, Any]] = {
         "critic": {"lr": 1.0e-3, "warmup_steps": 5},
         "kl": {"place": "none", "coefficient": 0.0},
     },
+    "few": {"preset": "gspo", "trust": {"lo": 3.0e-3, "hi": 4.0e-3}},
 }
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "few": {
+        "rollout": {"prompts_per_step": 1, "group_size": 4},
+        "batch": {"num_minibatches": 1, "max_tokens_per_microbatch": 512},
+        "reward": {"rewards": [{"name": "failing_reward:failing"}], "max_error_fraction": 0.9},
+    },
+}
+"""Other sections of a method's configuration. `few`: so many answers are without a verdict that ranks have none."""
 
 
 def deep_policy(folder: Path) -> Path:
@@ -63,6 +72,7 @@ def write_config(folder: Path, method: str, model: Path) -> Path:
         "evaluation": {"sets": [held], "interval_steps": 2, "num_samples": 1, "pass_at": [1]},
         "checkpoint": {"interval_steps": 1, "keep": 3, "export_interval_steps": 2},
         "telemetry": {"report": False, "probe_prompts": 4, "samples_per_step": 4},
+        **OTHERWISE.get(method, {}),
     }
     path = folder / f"{method}.yaml"
     path.write_text(yaml.safe_dump(values))

@@ -35,6 +35,8 @@ TIMES = ("_seconds", "per_second", "perf/tflops")
 
 LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dp4": ("gspo", ()),
+    "dp4_few": ("few", ()),
+    "pp2_few": ("few", ("parallel.pipeline=2",)),
     "tp2_ep2": ("grpo", ("parallel.tensor=2", "parallel.expert=2")),
     "pp2": ("rspo", ("parallel.pipeline=2",)),
     "tp2_pp2": ("ppo", ("parallel.tensor=2", "parallel.pipeline=2")),
@@ -49,11 +51,12 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
 def every_layout() -> dict[str, tuple[str, tuple[str, ...]]]:
     """Every layout of four processes that is legal, the methods in turn.
 
-    Without `grpo`: its KL is part of the reward, so the advantages of a group with equal answers are differences of
-    logprobs in their last digits over their own spread, and layouts round those differently (2e-4 of the gradient).
+    Without `few`, which is about data ranks, and `grpo`: its KL is part of the reward, so the advantages of a group with
+    equal answers are differences of logprobs in their last digits over their own spread, and layouts round those
+    differently (2e-4 of the gradient).
     """
     found = {}
-    methods = [method for method in METHODS if method != "grpo"]
+    methods = [method for method in METHODS if method not in ("grpo", "few")]
     for method, axes in zip(itertools.cycle(methods), legal_layouts(4), strict=False):
         name = "every." + ("_".join(f"{axis}{size}" for axis, size in axes.items()) or "data4")
         found[name] = (method, tuple(f"parallel.{axis}={size}" for axis, size in axes.items()))
@@ -188,6 +191,13 @@ def test_the_first_step_is_that_of_one_process(done, name):
     first = [(done.runs / one / "samples.jsonl").read_text().splitlines()[:4] for one in (name, f"{name}.parts")]
     assert first[0] == first[1]
     assert len(alone[1]) > 150
+
+
+def test_answers_without_a_verdict_leave_ranks_without_a_sample(layouts):
+    """What the runs called few are for."""
+    errors = [row["rollout/errors"] for row in layouts.rows("dp4_few")[1:]]
+    assert 1 <= min(errors)
+    assert max(errors) <= 3
 
 
 @pytest.mark.parametrize("name", [name for name, (method, _) in LAYOUTS.items() if method == "gspo"])
