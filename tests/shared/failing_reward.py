@@ -19,7 +19,7 @@ class Failing:
         pass
 
     async def score(self, prompt: Prompt, text: str) -> float:
-        drawn = int.from_bytes(hashlib.sha256(f"{prompt.prompt_id} {text}".encode()).digest()[:4], "big")
+        drawn = int.from_bytes(hashlib.sha256(f"c {prompt.prompt_id} {text}".encode()).digest()[:4], "big")
         if drawn % 3 == 0:
             raise UnscoredError("exception", "on purpose")
         return float(drawn % 2)
