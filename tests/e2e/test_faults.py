@@ -79,12 +79,12 @@ class Hostile:
 
 HOSTILE_OVERRIDES = (
     "reward.rewards=[{name: 'hostile_plugin:hostile'}]",
+    "evaluation.sets=[]",  # of four held-out answers all may fail, which ends an evaluation
     "reward.timeout_seconds=0.3",
     "reward.num_workers=2",
     "rollout.prompts_per_step=8",
     "rollout.group_size=8",
     "run.num_steps=1",
-    "evaluation.sets.0.limit=4",
 )
 
 
