@@ -8,6 +8,7 @@ nor do those of a first one that was killed (`moerl.convert.claims`).
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import json
@@ -182,9 +183,12 @@ class Building:
                 self._remove_set_aside()
                 shutil.rmtree(self._root, ignore_errors=True)
         except OSError as error:
+            remedy = "Free space or choose another folder"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                remedy = "Allow more open files (ulimit -n), or take fewer --threads"
             raise CheckpointError(
-                f"cannot write {self.out} ({error.strerror or error}); {self.out} is as it was. Free space or choose "
-                "another folder; the same command then goes on with the files that are whole"
+                f"cannot write {self.out} ({error.strerror or error}); {self.out} is as it was. {remedy}; the same "
+                "command then goes on with the files that are whole"
             ) from error
         return built
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import shutil
 import signal
@@ -110,6 +112,17 @@ def test_a_failing_end_leaves_the_old_target_alone(tmp_path):
     assert contents(tmp_path / "out") == {"mine": b"kept"}
     Building(tmp_path / "out", work.files, {}, overwrite=True).build(work.make, lambda *_: None)
     assert contents(tmp_path / "out").keys() == {"f0"}
+
+
+def test_too_few_open_files_are_not_told_as_too_little_space(tmp_path):
+    work = Slowly(1)
+
+    def make(number):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with pytest.raises(CheckpointError, match=r"Too many open files.*ulimit -n") as caught:
+        Building(tmp_path / "out", work.files, {}).build(make, lambda *_: None)
+    assert "space" not in str(caught.value)
 
 
 def test_two_conversions_into_one_target_are_refused(tmp_path):
