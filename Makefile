@@ -11,6 +11,7 @@ CONFIG ?= configs/demo/gspo.yaml
 GROUPS ?=
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
+export SGLANG_PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint sft sglang test-sglang clean

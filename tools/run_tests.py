@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import time
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from setup import has_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -37,6 +40,8 @@ GROUPS = {
     "sglang": ["tests/sglang"],
 }
 """Name -> folders. A folder without tests is left out."""
+SERVERS_PYTHON = "python3.11"
+"""What runs the SGLang servers; another one by SGLANG_PYTHON, as for `make sglang`."""
 COVERED = ("moerl/algorithms", "tests/unit/algorithms")
 """The room whose branches the tests of this folder reach, all of them; part of the group `unit`."""
 NOT_FOR_COVERAGE = (
@@ -70,9 +75,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, **fixed}
 
 
-MAX_WORKERS = {"unit": 8, "contracts": 8, "distributed": 2}
+MAX_WORKERS = {"unit": 8, "contracts": 8, "distributed": 2, "e2e": 2}
 """Groups whose files are spread over the cores, and over how many at most: the tests of `distributed` start four
-processes each, which wait for one another half of the time. The other groups start processes by themselves."""
+processes each, which wait for one another half of the time; those of `e2e` train in one process and score in others."""
 
 
 def run(command: list[str]) -> tuple[int, float]:
@@ -130,6 +135,18 @@ def run_coverage() -> Result:
             status, more = run([*coverage, "report", data, "--show-missing", "--skip-covered", "--fail-under=100"])
             seconds += more
     return Result(f"coverage {room.split('/')[-1]}", seconds, passed=int(status == 0), failed=int(status != 0))
+
+
+def prepare_servers() -> Result | None:
+    """The environment that the group `sglang` needs, as `make sglang` makes it; None where that is left to a person.
+
+    That is where MOERL_SGLANG_PYTHON names one, where there is no Python for it, and where a GPU would make it a
+    download of 9 GB. Without an environment the tests of that group skip, and say so.
+    """
+    python = shutil.which(os.environ.get("SGLANG_PYTHON") or SERVERS_PYTHON)
+    if os.environ.get("MOERL_SGLANG_PYTHON") or python is None or has_gpu():
+        return None
+    return run_check("sglang's environment", [python, str(ROOT / "tools" / "setup_sglang.py")])
 
 
 def read_report(name: str, path: Path) -> Result:
@@ -190,6 +207,8 @@ def main() -> int:
     results = [run_check(name, command) for name, command in CHECKS.items()] if "lint" in wanted else []
     for name, folders in GROUPS.items():
         if name in wanted and (present := has_tests(folders)):
+            if name == "sglang" and (prepared := prepare_servers()):
+                results.append(prepared)
             results.append(run_group(name, present, ["-m", ""] if options.slow else []))
             if name == "unit":
                 results.append(run_coverage())

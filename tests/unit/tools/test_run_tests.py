@@ -24,17 +24,19 @@ def test_skipped(): pass
 WHOLE_FILE = "import pytest\npytest.importorskip('no_such_module', reason='needs no_such_module')\n"
 
 
-@pytest.fixture(scope="module")
-def run_tests():
+@pytest.fixture
+def run_tests(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
     spec = importlib.util.spec_from_file_location("run_tests", ROOT / "tools" / "run_tests.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["run_tests"] = module
     spec.loader.exec_module(module)
     yield module
     del sys.modules["run_tests"]
+    sys.modules.pop("setup", None)
 
 
-@pytest.mark.parametrize("group", ["unit", "e2e"], ids=["in workers", "in one process"])
+@pytest.mark.parametrize("group", ["unit", "golden"], ids=["in workers", "in one process"])
 def test_counts_and_reasons(run_tests, tmp_path, capfd, group):
     (tmp_path / "test_mixed.py").write_text(MIXED)
     (tmp_path / "test_whole.py").write_text(WHOLE_FILE)
@@ -48,7 +50,7 @@ def test_counts_and_reasons(run_tests, tmp_path, capfd, group):
     assert "no GPU here" in out
 
 
-@pytest.mark.parametrize("group", ["unit", "e2e"], ids=["in workers", "in one process"])
+@pytest.mark.parametrize("group", ["unit", "golden"], ids=["in workers", "in one process"])
 def test_a_pytest_that_breaks_counts_as_failed(run_tests, tmp_path, group):
     (tmp_path / "test_dies.py").write_text("import os\ndef test_dies(): os._exit(3)\n")
     assert run_tests.run_group(group, [str(tmp_path)], []).failed == 1
@@ -79,3 +81,38 @@ def test_a_group_over_its_limit_is_ended_with_its_children(run_tests, monkeypatc
 def test_a_check_that_fails_is_one_failure(run_tests):
     assert run_tests.run_check("x", ["false"]).failed == 1
     assert run_tests.run_check("x", ["true"]).passed == 1
+
+
+@pytest.fixture
+def servers_python(tmp_path, monkeypatch, run_tests):
+    """A machine without a GPU, with a Python for the servers that writes down what it is asked for."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path / "asked"}\nexit $(cat {tmp_path / "status"})\n')
+    python.chmod(0o755)
+    (tmp_path / "status").write_text("0")
+    monkeypatch.setenv("SGLANG_PYTHON", str(python))
+    monkeypatch.delenv("MOERL_SGLANG_PYTHON", raising=False)
+    monkeypatch.setattr(run_tests, "has_gpu", lambda: False)
+    return python
+
+
+def test_the_servers_environment_is_made_before_their_group(run_tests, servers_python, tmp_path):
+    assert run_tests.prepare_servers().passed == 1
+    assert (tmp_path / "asked").read_text().split() == [str(ROOT / "tools" / "setup_sglang.py")]
+
+
+def test_a_failing_set_up_of_the_servers_is_a_failure(run_tests, servers_python, tmp_path):
+    (tmp_path / "status").write_text("1")
+    assert run_tests.prepare_servers().failed == 1
+
+
+@pytest.mark.parametrize("why", ["named", "no python", "gpu"])
+def test_the_servers_environment_is_left_alone(run_tests, servers_python, tmp_path, monkeypatch, why):
+    if why == "named":
+        monkeypatch.setenv("MOERL_SGLANG_PYTHON", "/elsewhere/bin/python")
+    elif why == "no python":
+        monkeypatch.setenv("SGLANG_PYTHON", "no-such-python")
+    else:
+        monkeypatch.setattr(run_tests, "has_gpu", lambda: True)
+    assert run_tests.prepare_servers() is None
+    assert not (tmp_path / "asked").exists()
