@@ -87,7 +87,7 @@ def _method(name: str, args: argparse.Namespace) -> Method:
     for kind, nodes in (("filters", method.section.filters), ("shaping", method.section.shaping)):
         if nodes:
             listed = ", ".join(str(node["name"]) for node in nodes)
-            logger.warning("%s: its %s (%s) act where answers are sampled, not on this batch", name, kind, listed)
+            logger.warning("%s: its %s (%s) can only act where answers are sampled, not here", name, kind, listed)
     return method
 
 

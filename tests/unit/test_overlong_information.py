@@ -116,5 +116,5 @@ def test_the_command_refuses_the_option_and_tells_what_a_preset_leaves_out(batch
     with caplog.at_level(logging.WARNING):
         assert main(["objective", "--preset", "dapo", "--batch", batch, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 3
-    assert "dapo: its filters (overlong, zero_variance) act where answers are sampled, not on this batch" in caplog.text
-    assert "dapo: its shaping (overlong) act where answers" in caplog.text
+    assert "dapo: its filters (overlong, zero_variance) can only act where answers are sampled, not here" in caplog.text
+    assert "dapo: its shaping (overlong) can only act where answers" in caplog.text
