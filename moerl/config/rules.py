@@ -84,7 +84,7 @@ def router_bias(cfg: RunConfig) -> Iterator[str]:
 
 
 def datasets(cfg: RunConfig) -> Iterator[str]:
-    """Something to train on; names once; weights and limits that mean something."""
+    """Something to train on; names once, over both lists; weights and limits that mean something."""
     if not cfg.data.train:
         yield "data.train is empty; name at least one data set, such as [{name: mine, source: {path: mine.jsonl}}]"
     for where, sets in (("data.train", cfg.data.train), ("evaluation.sets", cfg.evaluation.sets)):
@@ -93,9 +93,12 @@ def datasets(cfg: RunConfig) -> Iterator[str]:
             yield f"{where} has {names.count(name)} data sets called {name!r}; give each its own name"
         for index, item in enumerate(sets):
             yield from _one_dataset(item, f"{where}[{index}]")
-    weights = [item.weight for item in cfg.data.train]
-    if weights and not any(weight > 0 for weight in weights):
-        yield f"data.train has weights {weights}, but at least one must be above 0"
+    for name in sorted({item.name for item in cfg.data.train} & {item.name for item in cfg.evaluation.sets}):
+        yield (
+            f"data.train and evaluation.sets both have a data set called {name!r}, but rewards tell data sets apart by "
+            f"their names: call the one in evaluation.sets otherwise, such as {name}_heldout, also where a reward's "
+            "datasets name it"
+        )
 
 
 def _one_dataset(item: DatasetConfig, where: str) -> Iterator[str]:
@@ -104,8 +107,11 @@ def _one_dataset(item: DatasetConfig, where: str) -> Iterator[str]:
             f"{where}.name is {item.name!r}, but must be letters, digits, '_', '-' or '.', as it becomes part of "
             f"metric names"
         )
-    if not (math.isfinite(item.weight) and item.weight >= 0):
-        yield f"{where}.weight is {item.weight!r}, but must be a finite number of at least 0"
+    if not (math.isfinite(item.weight) and item.weight > 0):
+        yield (
+            f"{where}.weight is {item.weight!r}, but must be a finite number above 0; take the set out of the list to "
+            "leave it out"
+        )
     if item.limit is not None and item.limit < 1:
         yield f"{where}.limit is {item.limit}, but must be at least 1, or null for every prompt"
 

@@ -105,7 +105,7 @@ def test_the_defaults_pass(base):
         ),
         (["data.train=[]"], ["data.train is empty"]),
         (["data.train.0.weight=-1"], ["data.train[0].weight is -1.0"]),
-        (["data.train.0.weight=0"], ["data.train has weights [0.0]", "above 0"]),
+        (["data.train.0.weight=0"], ["data.train[0].weight is 0.0", "above 0", "take the set out of the list"]),
         (["data.train.0.limit=0"], ["data.train[0].limit is 0", "null for every prompt"]),
         (["data.train.0.name='a b'"], ["data.train[0].name is 'a b'", "letters"]),
         (["data.train.0.source.path=gone.jsonl"], ["data.train[0].source.path is gone.jsonl", "no such file"]),
@@ -267,6 +267,22 @@ def test_a_data_set_that_nothing_scores(base, tmp_path):
 def test_two_data_sets_of_one_name(base, tmp_path):
     row = f"{{name: x, source: {{path: {tmp_path}/sums.jsonl}}}}"
     assert "data.train has 2 data sets called 'x'" in faults(base, f"data.train=[{row}, {row}]")[0]
+
+
+@pytest.mark.parametrize("engine", ["local", "dataset"])
+def test_a_name_of_training_and_evaluation_is_refused(base, tmp_path, engine):
+    """With the `dataset` engine every held-out answer would be worth what the file's own completions are: 1."""
+    row = f"source: {{path: {tmp_path}/sums.jsonl}}"
+
+    def of(name: str) -> list[str]:
+        return faults(
+            base, f"rollout.engine={engine}", f"evaluation.sets=[{{name: {name}, {row}}}, {{name: x, {row}}}]"
+        )
+
+    assert [fault for fault in of("sums") if fault not in of("sums_heldout")] == [
+        "data.train and evaluation.sets both have a data set called 'sums', but rewards tell data sets apart by their "
+        "names: call the one in evaluation.sets otherwise, such as sums_heldout, also where a reward's datasets name it"
+    ]
 
 
 def test_all_faults_come_in_one_error_with_the_extra_rules(base):
