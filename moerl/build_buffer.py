@@ -117,6 +117,7 @@ def _ahead(cfg: RunConfig, rooms: AheadRooms) -> AheadBuffer:
         max_staleness=cfg.rollout.max_staleness,
         refill_rounds=cfg.algorithm.refill_rounds,
         long_tail=cast(LongTail, cfg.rollout.long_tail),
+        last_step=cfg.run.num_steps,
     )
     return AheadBuffer(
         rooms, settings, group_size=cfg.rollout.group_size, max_error_fraction=cfg.reward.max_error_fraction

@@ -34,6 +34,8 @@ class PlanSettings:
     long_tail: LongTail
     """`wait`: steps train on prompts in the order they were drawn. `resume`: on what is finished, as long as all others
     can still meet their deadline. `drop`: on what is finished; the others are dropped at their deadline."""
+    last_step: int | None = None
+    """Of the run: nothing is started for later ones. None: no end is known."""
 
 
 @dataclass
@@ -103,7 +105,10 @@ class Plan:
         if len(self.tickets) >= num_open * self.settings.started_per_step:
             return None
         planned = Counter(ticket.plan_step for ticket in self.tickets.values())
-        for step in range(self.step + 1, self.step + 1 + num_open):
+        last = self.step + num_open
+        if self.settings.last_step is not None:
+            last = min(last, self.settings.last_step)
+        for step in range(self.step + 1, last + 1):
             if planned[step] + self._lost[step] < self.settings.started_per_step:
                 return step
         return None

@@ -6,6 +6,7 @@ again; no token is older than the bound, and its span names the version that sam
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import settings
@@ -31,12 +32,13 @@ class Training(RuleBasedStateMachine):
         refills=st.integers(0, 1),
         group_size=st.integers(1, 2),
         long_tail=st.sampled_from(["wait", "resume", "drop"]),
+        last_step=st.sampled_from([None, None, 1, 2, 3, 5]),
     )
-    def begin(self, size, kind, staleness, refills, group_size, long_tail):
+    def begin(self, size, kind, staleness, refills, group_size, long_tail, last_step):
         more = 2 if kind in ("over-sampled", "everything") else 0
         is_filtered, self.fails = kind in ("filtered", "everything"), kind in ("failing", "everything")
         self.is_plain = kind == "plain"
-        self.settings = PlanSettings(size, size + more, staleness, refills, long_tail)
+        self.settings = PlanSettings(size, size + more, staleness, refills, long_tail, last_step)
         self.group_size, self.filter = group_size, drop_some if is_filtered else None
         self.step, self.version = 0, 0
         self.updated_step = 0
@@ -93,7 +95,11 @@ class Training(RuleBasedStateMachine):
         self.bench.finish_several([(request, trajectory_of(request.versions)) for request in waiting])
         self.look()
 
-    @precondition(lambda self: self.take is None)
+    @property
+    def has_ended(self) -> bool:
+        return self.settings.last_step is not None and self.step >= self.settings.last_step
+
+    @precondition(lambda self: self.take is None and not self.has_ended)
     @rule()
     def ask(self):
         self.step += 1
@@ -112,16 +118,21 @@ class Training(RuleBasedStateMachine):
     @rule(takes=st.integers(1, 3))
     def whole_steps(self, takes):
         for _ in range(takes):
+            if self.has_ended:
+                return
             self.ask()
             while self.take is not None:
                 self.complete_all()
             self.update()
 
     @precondition(lambda self: self.take is None)
-    @rule()
-    def restart(self):
+    @rule(more_steps=st.integers(0, 3))
+    def restart(self, more_steps):
+        """Perhaps as a longer run."""
         text, arrays = split_arrays(self.bench.buffer.state_dict())
         self.bench.close()
+        if self.settings.last_step is not None:
+            self.settings = replace(self.settings, last_step=self.settings.last_step + more_steps)
         self.bench = self.made()
         self.bench.buffer.load_state_dict(join_arrays(text, arrays))
         again, _ = split_arrays(self.bench.buffer.state_dict())
@@ -149,6 +160,7 @@ class Training(RuleBasedStateMachine):
         for request in self.bench.play.asked:
             seed = (request.prompt_id, request.step, request.index)
             assert self.seeds.setdefault(seed, request.number) == request.number, "two episodes with one seed"
+            assert request.step <= (self.settings.last_step or request.step), "for a step that never comes"
 
     def teardown(self):
         if not hasattr(self, "bench"):
