@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from moerl.errors import ConfigError
 from moerl.models.family import family_of
 from moerl.models.hf_folder import HFFolder, read_config
 from moerl.protocols import RolloutEngine
-from moerl.run_folder import folder_of
+from moerl.run_folder import ENGINE_WEIGHTS, versions_folder
 from moerl.weight_sync.precision import SCALE, Precision
 from moerl.weight_sync.publisher import Publisher
 from moerl.weight_sync.servers import SenderPlace
@@ -36,15 +35,8 @@ def weight_sender(cfg: RunConfig, place: Path | None = None) -> Any:
             f"weight_sync.transport={plugin.name} reaches no server of rollout.engine={cfg.rollout.engine['name']}; "
             "set it to disk, tensor or distributed"
         )
-    folder = _versions_folder(cfg) if place is None else place / "engine_weights"
+    folder = versions_folder(cfg) if place is None else place / ENGINE_WEIGHTS
     return plugin.traits["sender"](transport_cfg, SenderPlace(folder, Path(cfg.model.path), _quantisation(cfg)))
-
-
-def _versions_folder(cfg: RunConfig) -> Path:
-    """Nobody else's: two runs that share `weight_sync.folder`, even of one name, must not see each other's versions."""
-    if not cfg.weight_sync.folder:
-        return folder_of(cfg) / "engine_weights"  # the run folder is locked while a run is at it
-    return Path(cfg.weight_sync.folder) / f"{Path(cfg.run.name).name}-{secrets.token_hex(4)}"
 
 
 def build_publisher(

@@ -8,6 +8,9 @@ import hashlib
 import json
 import logging
 import os
+import re
+import secrets
+import shutil
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -34,14 +37,31 @@ from moerl.models.quantised import without_quantisation
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
+ENGINE_WEIGHTS = "engine_weights"
 
 _RECORDS = frozenset({CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, LOAD_FILE, PASS_RATES_FILE, TRACE_FILE, OLD_TRACE_FILE})
 """What a run writes before its first checkpoint, and the same run writes again."""
+_SERVER_LOG = re.compile(r"sglang-\d+\.log")
+"""And what the servers that it launches do."""
 
 
 def folder_of(cfg: RunConfig) -> Path:
     """`<run.output_dir>/<run.name>`."""
     return Path(cfg.run.output_dir) / cfg.run.name
+
+
+def versions_folder(cfg: RunConfig) -> Path:
+    """Where a run's weights lie on their way to servers: nobody else's, and the same one when the run is started again.
+
+    Two runs that share `weight_sync.folder`, even of one name, must not see each other's versions, and none can remove
+    what a killed run left under a name that nobody knows. So the name is made of the run folder's path and of a word
+    in its lock file, which a folder of that path on another machine has not.
+    """
+    folder = folder_of(cfg)
+    if not cfg.weight_sync.folder:
+        return folder / ENGINE_WEIGHTS
+    mark = hashlib.sha256(f"{folder.absolute()} {_word(_lock_file(folder))}".encode()).hexdigest()[:8]
+    return Path(cfg.weight_sync.folder) / f"{folder.name}-{mark}"
 
 
 def model_id(path: str) -> str:
@@ -80,14 +100,17 @@ def prepare(cfg: RunConfig, *, resumes: bool) -> Path:
     """Make the run folder and write its config.yaml; an earlier run that does not go on is set aside, not deleted.
 
     Save one: the same run, killed before its first checkpoint, is begun again in its place, as it would leave one more
-    folder for every kill. A run that goes on loses its summary, which speaks of its earlier end.
+    folder for every kill. A run that goes on loses its summary, which speaks of its earlier end. Weights that were on
+    their way to servers go in any case: they are as large as the model, and the next ones come whole.
     """
     folder = folder_of(cfg)
+    for path in {versions_folder(cfg), folder / ENGINE_WEIGHTS}:  # weight_sync.folder may be new
+        shutil.rmtree(path, ignore_errors=True)
     if not resumes and folder.is_dir() and any(folder.iterdir()):
         if cfg.run.resume == "auto" and _is_false_start(folder, cfg):
             logger.warning("%s was stopped before its first checkpoint; it begins again", folder)
-            for name in _RECORDS:
-                (folder / name).unlink(missing_ok=True)
+            for path in [path for path in folder.iterdir() if _is_record(path.name)]:
+                path.unlink()
         else:
             _set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +142,7 @@ def lock(folder: Path) -> Iterator[None]:
                 "run.output_dir"
             )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    path = folder.parent / f".{folder.name}.lock"
+    path = _lock_file(folder)
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
@@ -138,9 +161,30 @@ def _is_false_start(folder: Path, cfg: RunConfig) -> bool:
     config = folder / CONFIG_FILE
     if not config.is_file() or config.read_text() != resolved_yaml(cfg):
         return False
-    names = {path.name for path in folder.iterdir()}
-    has_checkpoints = (folder / CHECKPOINTS).is_dir() and any((folder / CHECKPOINTS).iterdir())
-    return names <= _RECORDS | {CHECKPOINTS} and not has_checkpoints
+    if (folder / CHECKPOINTS).is_dir() and any((folder / CHECKPOINTS).iterdir()):
+        return False
+    return all(path.name == CHECKPOINTS or _is_record(path.name) for path in folder.iterdir())
+
+
+def _is_record(name: str) -> bool:
+    return name in _RECORDS or _SERVER_LOG.fullmatch(name) is not None
+
+
+def _lock_file(folder: Path) -> Path:
+    """Beside the folder, which may be set aside while it is held."""
+    return folder.parent / f".{folder.name}.lock"
+
+
+def _word(path: Path) -> str:
+    """What `path` holds; drawn where that is nothing yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        file.seek(0)
+        found = file.read()
+        if not found:
+            found = secrets.token_hex(8)
+            file.write(found)
+        return found
 
 
 def _set_aside(folder: Path) -> None:

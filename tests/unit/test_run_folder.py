@@ -13,6 +13,8 @@ from moerl.analysis.run_folder import CONFIG_FILE
 from moerl.checkpoint import CheckpointStore
 from moerl.config.load import as_dict, config_from_dict, read_values, resolved_yaml
 from moerl.errors import CheckpointError, ConfigError
+from moerl.rollout.sglang.arguments import SglangServerConfig
+from moerl.rollout.sglang.servers import SglangServers
 from moerl.run_folder import (
     CHECKPOINTS,
     find_checkpoint,
@@ -180,7 +182,55 @@ def test_the_same_run_killed_before_its_first_checkpoint_begins_again_in_its_pla
     assert "begins again" in caplog.text
 
 
-@pytest.mark.parametrize("kept", ["hf/model.safetensors", "notes.txt", "batches/step_000001.npz"])
+def with_servers(folder):
+    """What launched servers and the disk transport leave behind."""
+    server = SglangServerConfig(num_servers=2, python=sys.executable)
+    model = folder.parent.parent / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    logs = SglangServers(server, model_path=model, log_folder=folder, returns_routes=False, has_cuda=False).servers
+    versions = ["engine_weights/0/model-00001.safetensors", "engine_weights/staging-1/model-00001.safetensors"]
+    for path in [*(folder / name for name in versions), *(log.log_path for log in logs)]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+
+
+def test_what_servers_left_of_a_killed_run_is_no_reason_to_set_it_aside(tmp_path):
+    """Every kill would leave one more folder, with a model in it."""
+    cfg = config(tmp_path, resume="auto")
+    folder = started(cfg)
+    with_servers(folder)
+    prepare(cfg, resumes=False)
+    assert set_aside(cfg) == []
+    assert [path.name for path in folder.iterdir()] == [CONFIG_FILE]
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_run_that_is_set_aside_keeps_its_servers_logs_and_no_weights_on_their_way(tmp_path, resume):
+    cfg = config(tmp_path, resume=resume)
+    folder = started(cfg, 3)
+    with_servers(folder)
+    prepare(cfg, resumes=False)
+    (aside,) = set_aside(cfg)
+    assert sorted(path.name for path in aside.iterdir()) == [CHECKPOINTS, CONFIG_FILE, "sglang-0.log", "sglang-1.log"]
+    assert (aside / CHECKPOINTS / "step_000003").is_dir()
+
+
+def test_a_run_that_goes_on_keeps_its_servers_logs_and_no_weights_on_their_way(tmp_path):
+    cfg = config(tmp_path)
+    with_servers(started(cfg, 3))
+    prepare(cfg, resumes=True)
+    assert sorted(path.name for path in folder_of(cfg).iterdir()) == [
+        CHECKPOINTS,
+        CONFIG_FILE,
+        "sglang-0.log",
+        "sglang-1.log",
+    ]
+
+
+@pytest.mark.parametrize(
+    "kept", ["hf/model.safetensors", "notes.txt", "batches/step_000001.npz", "sglang-mine.log", "sglang-0.log.gz"]
+)
 def test_what_is_more_than_records_is_set_aside(tmp_path, kept):
     cfg = config(tmp_path, resume="auto")
     folder = started(cfg)
