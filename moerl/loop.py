@@ -13,11 +13,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from moerl.checkpoint import Checkpoint, CheckpointStore
 from moerl.contract import StepZeroContract
-from moerl.errors import Interrupted, NumericsError
+from moerl.errors import EXIT_FAILED, Interrupted, MoerlError, NumericsError, PeerError, RolloutError
 from moerl.evaluate import Evaluator
 from moerl.metrics import Metrics, Sum, merge_into, to_floats
 from moerl.probe import RouteProbe
@@ -95,6 +95,7 @@ def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> N
 
     Raises:
         Interrupted: Ctrl-C or SIGTERM came; the state of the last finished step is saved.
+        RolloutError: an evaluation failed; the step that it is of is saved, and a resumed run evaluates it first.
         NumericsError: a loss, gradient or weight was not finite; the batch is dumped, and nothing of the step is saved.
     """
     team, signals = rooms.team, StopSignal(is_leader=rooms.team.is_leader, has_launcher=rooms.team.size > 1)
@@ -102,16 +103,17 @@ def train(rooms: Rooms, schedule: Schedule, resume_from: Checkpoint | None) -> N
         first = _resume(rooms, resume_from) if resume_from else _start(rooms)
         for step in range(first, schedule.num_steps + 1):
             metrics = _train_step(rooms, step)
-            if schedule.evaluates(step):
-                with rooms.records.phase("evaluate"):
-                    merge_into(metrics, rooms.evaluator.run())
-            rooms.records.step(step, merge_into(metrics, rooms.measure_engines()))
+            failure = _evaluate(rooms, metrics) if schedule.evaluates(step) else None
+            merge_into(metrics, rooms.measure_engines())
+            rooms.records.step(step, metrics, lacks_evaluation=failure is not None)
             is_stopping = team.any(stop.requested)
-            if schedule.saves(step) or is_stopping:
+            if schedule.saves(step) or is_stopping or failure is not None:
                 _save(rooms, step)
             if schedule.exports(step):
                 with rooms.records.phase("export"):
                     rooms.export(step)
+            if failure is not None:
+                _refuse(rooms, step, failure)
             if is_stopping and step < schedule.num_steps:
                 rooms.checkpoints.wait()
                 raise Interrupted(f"stopped after step {step} of {schedule.num_steps}; its state is saved")
@@ -156,6 +158,32 @@ def _train_step(rooms: Rooms, step: int) -> Metrics:
     return metrics
 
 
+def _evaluate(rooms: Rooms, metrics: Metrics) -> MoerlError | None:
+    """Add `eval/*` to `metrics`, or return what failed, on every rank: the step must not be lost for it."""
+    failure: MoerlError | None = None
+    with rooms.records.phase("evaluate"):
+        try:
+            merge_into(metrics, rooms.evaluator.run())
+        except MoerlError as error:
+            logger.warning("the evaluation failed; what is trained is saved before the run ends")
+            failure = error
+    if rooms.team.any(failure is not None):
+        return failure or PeerError(EXIT_FAILED)
+    return None
+
+
+def _refuse(rooms: Rooms, step: int, failure: MoerlError) -> NoReturn:
+    """End a run whose evaluation failed, once its state is on the disk."""
+    rooms.checkpoints.wait()
+    if isinstance(failure, PeerError):
+        rooms.team.meet()  # ends this rank as soon as the one that failed has said why
+        raise failure
+    raise RolloutError(
+        f"{failure}. Step {step} is trained and saved, and lacks its evaluation alone: the same command evaluates it "
+        "and goes on (evaluation.*, reward.max_error_fraction and the timeouts may be changed)"
+    ) from failure
+
+
 def _start(rooms: Rooms) -> int:
     """A fresh run: publish the weights, evaluate the policy as it came, fix the probe; returns the first step."""
     with rooms.records.phase("publish"):
@@ -178,6 +206,12 @@ def _resume(rooms: Rooms, checkpoint: Checkpoint) -> int:
     rooms.publish()
     rooms.probe.load_state_dict(state["probe"])
     rooms.records.message(f"going on from step {checkpoint.step} ({checkpoint.folder})")
+    if rooms.records.lacks_evaluation:
+        metrics: Metrics = {}
+        failure = _evaluate(rooms, metrics)
+        if failure is not None:
+            _refuse(rooms, checkpoint.step, failure)
+        rooms.records.evaluated(checkpoint.step, metrics)
     return checkpoint.step + 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -28,6 +29,7 @@ from moerl.world import Alone
 LEARN_PHASES = ("score", "update")
 GENERATION_SECONDS = "perf/generation_seconds"
 """Where generation does not end with the phase that waits for it: how long it took."""
+EVALUATE_SECONDS = "perf/evaluate_seconds"
 LEARN_FLOPS = "perf/learn_flops"
 """Of the learner's passes in these phases, all ranks together; recorded as `perf/tflops`."""
 
@@ -63,6 +65,8 @@ class Records:
     _stack: ExitStack = field(default_factory=ExitStack)
     _extra: dict[str, float] = field(default_factory=dict)
     _load_metrics: Metrics = field(default_factory=dict)
+    _unevaluated: dict[str, float] | None = None
+    """The last record, where the evaluation that belongs in it failed."""
     _started: float = field(default_factory=time.monotonic)
     _seconds_before: float = 0.0
 
@@ -147,8 +151,8 @@ class Records:
         self.dump_batch(path, batch, {"step": step, "reason": reason})
         return path
 
-    def step(self, step: int, metrics: Metrics) -> None:
-        """Write the record of a step."""
+    def step(self, step: int, metrics: Metrics, *, lacks_evaluation: bool = False) -> None:
+        """Write the record of a step; one without the evaluation that belongs in it is remembered for `evaluated`."""
         if self.profile is not None:
             self.profile.end(step)
         merge_into(metrics, self._load_metrics)
@@ -158,19 +162,41 @@ class Records:
         merge_into(metrics, self.timers.collect())
         values = to_floats(metrics) | self._extra
         self._load_metrics, self._extra = {}, {}
+        self._unevaluated = values if lacks_evaluation else None
         self.sinks.log(step, values)
         self.progress.step(step, values)
         if self.trace is not None and step:
             self.trace.step(step, self._step_started, time.perf_counter())
 
+    @property
+    def lacks_evaluation(self) -> bool:
+        """Whether the last record does."""
+        return self._unevaluated is not None
+
+    def evaluated(self, step: int, evaluation: Metrics) -> None:
+        """Write the last record anew, that of `step`, with the evaluation that it lacked and how long that took."""
+        assert self._unevaluated is not None
+        seconds = {key: value for key, value in to_floats(self.timers.collect()).items() if key == EVALUATE_SECONDS}
+        values = self._unevaluated | to_floats(evaluation) | seconds
+        self._unevaluated = None
+        self.sinks.log(step, values)
+        self.progress.step(step, values)
+
     def state_dict(self) -> dict[str, Any]:
-        """Seconds so far and the load tracker's memory."""
-        return {"seconds": self.seconds, "load": self.tracker.state_dict()}
+        """Seconds so far, the load tracker's memory, and a record that lacks its evaluation."""
+        record = self._unevaluated and {
+            name: value if math.isfinite(value) else None for name, value in self._unevaluated.items()
+        }
+        return {"seconds": self.seconds, "load": self.tracker.state_dict(), "unevaluated": record}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them."""
         self._seconds_before = float(state["seconds"])
         self.tracker.load_state_dict(state["load"])
+        record = state.get("unevaluated")
+        self._unevaluated = record and {
+            name: math.nan if value is None else float(value) for name, value in record.items()
+        }
 
 
 def expert_load(

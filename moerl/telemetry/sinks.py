@@ -49,13 +49,16 @@ class JsonlSink:
         self._samples = _LineFile(folder / SAMPLES_FILE, resume_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One object: `step`, then the metrics by name; a value that is not finite becomes `null` and is counted."""
+        """One object: `step`, then the metrics by name; a value that is not finite becomes `null` and is counted.
+
+        Where the step has a record already, the new one takes the place of it and of all later ones.
+        """
         record: dict[str, Any] = {name: _plain(values[name]) for name in sorted(values)}
         bad = sum(value is None for value in record.values())
         if bad:
             self.num_non_finite += bad
             record = dict(sorted({**record, NON_FINITE: bad}.items()))
-        self._metrics.write({"step": step, **record})
+        self._metrics.replace({"step": step, **record})
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """One object per sample (`sample_record`), in the given order."""
@@ -233,7 +236,7 @@ class _LineFile:
         self._path = path
         with _disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            _repair(path, resume_step)
+            self._last_step = _repair(path, resume_step)
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -250,32 +253,47 @@ class _LineFile:
                     self._file.truncate(start)
                 raise
 
+    def replace(self, record: Mapping[str, Any]) -> None:
+        """Append one line, in place of those of its step and of later ones."""
+        if record["step"] <= self._last_step:
+            with _disk_errors(self._path):
+                _repair(self._path, record["step"])
+                self._file.close()
+                self._file = self._path.open("ab", buffering=0)
+        self._last_step = record["step"]
+        self.write(record)
+
     def close(self) -> None:
         self._file.close()
 
 
-def _repair(path: Path, resume_step: int | None) -> None:
-    """Remove a torn last line and, with `resume_step`, the records from there on; the file is replaced in one move."""
+def _repair(path: Path, resume_step: int | None) -> int:
+    """Remove a torn last line and, with `resume_step`, the records from there on; the file is replaced in one move.
+
+    Returns the last step that is left, -1 where none is.
+    """
     if not path.is_file():
-        return
+        return -1
     kept: list[bytes] = []
-    changed = False
+    changed, last = False, -1
     with path.open("rb") as file:
         for line in file:
             step = _step_of(line)
             if step is None or (resume_step is not None and step >= resume_step):
                 changed = True
                 continue
+            last = max(last, step)
             changed |= not line.endswith(b"\n")
             kept.append(line if line.endswith(b"\n") else line + b"\n")
     if not changed:
-        return
+        return last
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    return last
 
 
 def _step_of(line: bytes) -> int | None:

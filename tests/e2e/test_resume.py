@@ -172,6 +172,33 @@ def changed_data(stage):
     return stage.moerl.train(config, "run.num_steps=7", name="changed_data")
 
 
+def judge_down(stage):
+    """Evaluations after steps 4 and 6, the last one, fail; each run goes on once the judge is there again."""
+    down, rows = stage.moerl.folder / "the judge is down", []
+    reward = f"reward.rewards=[{{name: 'judge_that_fails:judge', down: '{down}'}}]"
+
+    def run(name, *overrides):
+        return stage.moerl.train(stage.files.tiny, reward, "checkpoint.interval_steps=5", *overrides, name=name)
+
+    def run_without_judge():
+        down.touch()
+        run = failing()
+        down.unlink()
+        left = sorted(int(path.name.removeprefix("step_")) for path in (run.folder / "checkpoints").glob("step_*"))
+        rows.append((run.rows, left, (run.folder / "summary.json").exists()))
+        return run
+
+    def failing():
+        return run("judge_down")
+
+    whole = run("judge_up").expect(0)
+    run("judge_down", "run.num_steps=2").expect(0)
+    failed = [run_without_judge(), run_without_judge()]
+    between = run("judge_down", "run.num_steps=4")
+    failed.append(run_without_judge())
+    return whole, failed, rows, between, failing()
+
+
 # What must be true of them
 
 
@@ -262,3 +289,24 @@ def test_data_that_changed_in_between_is_refused(runs):
     run = replace(runs[changed_data]).expect(2)
     assert "data set 'ten' has changed since the checkpoint: 10 prompts" in run.stderr
     assert "Traceback" not in run.output
+
+
+@pytest.mark.runs.with_args(judge_down)
+def test_a_failed_evaluation_loses_no_step_and_is_made_up_for_when_the_run_goes_on(runs):
+    whole, failed, left, between, run = runs[judge_down]
+    for outcome, step in zip(failed, (4, 4, 6), strict=True):
+        outcome.expect(1)
+        assert "evaluation: 16 of 16 greedy answers to heldout have no verdict" in outcome.stderr
+        assert (
+            f"allow more. Step {step} is trained and saved, and lacks its evaluation alone: the same" in outcome.stderr
+        )
+        assert "Traceback" not in outcome.output
+    for (rows, checkpoints, has_ended), step in zip(left, (4, 4, 6), strict=True):
+        assert [row["step"] for row in rows] == list(range(step + 1))
+        assert checkpoints[-1] == step
+        assert not has_ended
+        expected = {name for name in whole.rows[step] if not name.startswith("eval/")}
+        assert set(rows[step]) == expected, "everything but the evaluation"
+    assert between.expect(0).summary["steps"] == 4
+    assert "going on from step 6" in run.expect(0).output
+    assert_same_run(run, whole)

@@ -73,6 +73,24 @@ def test_resume_removes_the_records_that_will_be_written_again(tmp_path: Path) -
     assert table[4] == {"step": 2, "prompt_id": "a/0", "answers": 8, "passed": 2}
 
 
+@pytest.mark.parametrize("is_reopened", [False, True])
+def test_a_record_takes_the_place_of_the_one_that_its_step_has(tmp_path: Path, is_reopened: bool) -> None:
+    sink = JsonlSink(tmp_path)
+    for step in range(3):
+        sink.log(step, {"x": float(step)})
+        sink.log_samples(step, [{"prompt": "p"}])
+    if is_reopened:
+        sink.close()
+        sink = JsonlSink(tmp_path, resume_step=3)
+    sink.log(2, {"x": 2.0, "y": 5.0})
+    sink.log(3, {"x": 3.0})
+    sink.close()
+    rows = _rows(tmp_path / "metrics.jsonl")
+    assert rows == [{"step": 0, "x": 0}, {"step": 1, "x": 1}, {"step": 2, "x": 2, "y": 5}, {"step": 3, "x": 3}]
+    assert [row["step"] for row in _rows(tmp_path / "samples.jsonl")] == [0, 1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+
+
 @pytest.mark.parametrize("torn", ['{"step": 3, "x": 1.', '{"step": 3', "{", '{"step": 3, "x": 1.0}'])
 def test_a_torn_last_line_is_removed_and_a_whole_one_kept(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "metrics.jsonl"
