@@ -184,9 +184,10 @@ class CheckpointStore:
             left = [path for path in partial.rglob("*") if path.relative_to(partial).as_posix() not in files]
             files |= sums_of(partial, left)
             write_manifest(partial, {"step": step, **self._ids, "files": dict(sorted(files.items()))})
-            _remove(final)
+            replaced = _hide(final)
             partial.rename(final)
             sync(self.folder)
+            _clear(replaced)
             self._prune(step)
 
     def _write_part(self, partial: Path, work: Callable[[], None]) -> dict[str, dict[str, Any]]:
@@ -302,11 +303,21 @@ def _told(folder: Path, rank: int) -> dict[str, Any]:
 
 def _remove(folder: Path) -> None:
     """Delete a checkpoint; it loses its name first, so that a kill in between leaves no half one under it."""
+    _clear(_hide(folder))
+
+
+def _hide(folder: Path) -> Path | None:
+    """Take a checkpoint's name, where there is one; where it lies then."""
     if not folder.exists():
-        return
+        return None
     doomed = folder.with_name(f"{_HIDDEN}deleted-{folder.name}")
     folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    return doomed
+
+
+def _clear(hidden: Path | None) -> None:
+    if hidden is not None:
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _previous_hint(steps: list[int], step: int) -> str:

@@ -212,6 +212,7 @@ def _resume(rooms: Rooms, checkpoint: Checkpoint) -> int:
         if failure is not None:
             _refuse(rooms, checkpoint.step, failure)
         rooms.records.evaluated(checkpoint.step, metrics)
+        _save(rooms, checkpoint.step)
     return checkpoint.step + 1
 
 

@@ -280,6 +280,34 @@ def test_ctrl_c_saves_on_all_ranks_and_ends_with_130(bench):
     assert "its state is saved; go on with: torchrun --standalone --nproc-per-node 2 -m moerl train" in lines[0]
 
 
+def test_a_failed_evaluation_ends_all_ranks_with_one_message_and_the_step_saved(bench):
+    """At the last step, after which ranks that did not hear of it would go on to the export."""
+    down = bench.folder / "the judge is down"
+    reward = f"reward.rewards=[{{name: 'judge_that_fails:judge', down: '{down}'}}]"
+
+    def run(num_steps: int) -> tuple[int, str]:
+        process = bench.train("judge_down", reward, "checkpoint.interval_steps=0", f"run.num_steps={num_steps}")
+        output = finish(process)
+        return process.returncode, output
+
+    status, output = run(1)
+    assert status == 0, output[-4000:]
+    down.touch()
+    for _ in range(2):  # in the step, and when the run goes on
+        status, output = run(2)
+        assert status != 0
+        lines = [line for line in output.splitlines() if line.startswith("moerl: ")]
+        assert len(lines) == 1, output[-4000:]
+        assert "8 of 8 greedy answers to heldout have no verdict" in lines[0]
+        assert "Step 2 is trained and saved, and lacks its evaluation alone" in lines[0]
+        assert has_step(bench.runs / "judge_down", 2)
+    down.unlink()
+    status, output = run(2)
+    assert status == 0, output[-4000:]
+    assert "going on from step 2 " in output
+    assert [row["step"] for row in bench.rows("judge_down") if "eval/accuracy_greedy" in row] == [0, 1, 2]
+
+
 def test_an_error_of_one_rank_is_told_once_with_its_status(bench):
     process = bench.train("wrong", "data.max_prompt_tokens=1", "data.on_long_prompt=refuse")
     output = finish(process)
