@@ -1,4 +1,4 @@
-"""The end of a run that generates ahead: nothing is started for later steps, until the run goes on with more of them."""
+"""The end of a run that generates ahead: nothing is started for later steps, until a longer run goes on with it."""
 
 from __future__ import annotations
 
