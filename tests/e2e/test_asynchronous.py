@@ -66,6 +66,15 @@ def test_every_step_trains_on_the_prompts_of_the_synchronous_one(runs):
 
 
 @pytest.mark.runs.with_args(ahead)
+def test_nothing_is_sampled_for_steps_that_never_come(runs):
+    last = json.loads((runs[ahead].expect(0).folder / "checkpoints" / f"step_{STEPS:06d}" / "loop.json").read_text())
+    assert last["rollouts"]["plan"]["tickets"] == []
+    assert {event["args"]["step"] for event in events_of(runs[ahead].folder) if "/" in event["name"]} == set(
+        range(1, STEPS + 1)
+    )
+
+
+@pytest.mark.runs.with_args(ahead)
 def test_tokens_are_at_most_one_version_old_and_the_contract_is_judged_on_fresh_ones(runs):
     rows = runs[ahead].expect(0).rows[1:]
     assert rows[0]["rollout/staleness_max"] == 0
@@ -94,7 +103,10 @@ def test_the_trace_shows_who_worked_when(runs):
     assert working_and_generating(runs["tiny"].folder) == 0
     run = runs[ahead].expect(0)
     assert working_and_generating(run.folder) > 0
-    assert all(0 < row["perf/overlap_fraction"] <= 1 for row in run.rows[1:])
+    *shares, last = run.values("perf/overlap_fraction")
+    assert len(shares) == STEPS - 1
+    assert all(0 < share <= 1 for share in shares)
+    assert 0 <= last <= 1, "its groups are all that is left to sample"
 
 
 @pytest.mark.runs.with_args(resuming)

@@ -23,6 +23,7 @@ from moerl.run_folder import (
     lock,
     model_id,
     prepare,
+    versions_folder,
 )
 
 
@@ -330,6 +331,19 @@ def test_the_lock_survives_setting_aside(tmp_path):
         prepare(cfg, resumes=False)
         with pytest.raises(ConfigError), lock(folder):
             pass
+
+
+def test_the_name_of_versions_is_kept_in_the_lock_and_lets_go_of_nothing(tmp_path):
+    cfg = config(tmp_path)
+    cfg.weight_sync.folder = str(tmp_path / "shared")
+    with lock(folder_of(cfg)):
+        name = versions_folder(cfg)
+        with pytest.raises(ConfigError), lock(folder_of(cfg)):
+            pass
+    with lock(folder_of(cfg)):
+        assert versions_folder(cfg) == name
+    assert re.fullmatch(r"demo-[0-9a-f]{8}", name.name)
+    assert name.parent == tmp_path / "shared"
 
 
 def fail_inside(folder):
