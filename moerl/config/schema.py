@@ -208,7 +208,7 @@ class EntropySection:
 
     place: str = "none"
     """`none`, `loss`, or `reward`: coefficient * entropy of the old policy, detached, is part of each token's
-    advantage."""
+    advantage; with a critic of its reward, which later advantages tell of too."""
     coefficient: float = 0.0
     target: float | None = None
     """Skywork-OR1's control (arXiv 2505.22312): after every step the coefficient moves by `step`, up where the entropy

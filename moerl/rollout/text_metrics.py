@@ -35,9 +35,9 @@ def text_metrics(groups: Iterable[RolloutGroup], settings: TextSettings) -> Metr
 
     Over groups: `rollout/distinct_n`, distinct n-grams by n-grams (arXiv 1510.03055); `rollout/distinct_fraction`,
     distinct answers by answers, of those with a verdict; `reward/group_std` (population) and `reward/group_range`,
-    spread of the task reward where two or more answers have one. Over answers: `rollout/reflection_fraction`, with a reflection word in it;
-    `rollout/reflection_words`, their number; `rollout/response_length_right` and `_wrong`. Over tokens:
-    `rollout/token_prob` and `rollout/token_logprob` (nats), as sampled.
+    spread of the task reward where two or more answers have one. Over answers: `rollout/reflection_fraction`, with a
+    reflection word in it; `rollout/reflection_words`, their number; `rollout/response_length_right` and `_wrong`. Over
+    tokens: `rollout/token_prob` and `rollout/token_logprob` (nats), as sampled.
     """
     metrics: Metrics = {}
     for group in groups:
