@@ -16,6 +16,7 @@ from moerl.errors import RolloutError
 from moerl.rollout.engine import ServedModel
 from moerl.rollout.engines.sglang_engine import SglangEngine, SglangEngineConfig
 from moerl.rollout.fake_engine.serving import FakeServer
+from moerl.rollout.sglang.restarts import Restarts
 from moerl.types import SamplingParams
 from moerl.weight_sync.servers import SenderPlace
 from moerl.weight_sync.transports.disk import DiskConfig, DiskSender
@@ -48,6 +49,38 @@ def test_a_server_that_hangs_is_started_anew_and_one_that_lives_is_left(launchin
     asyncio.run(engine._revive(0, True))
     assert fake_sglang.pids(tmp_path)[0] != first
     assert not fake_sglang.is_alive(first)
+
+
+def test_a_server_that_lives_is_not_kept_waiting_while_another_starts():
+    """Before, one that was ready to come back stood behind the start of the other, minutes long."""
+
+    class Launched:
+        def __init__(self) -> None:
+            self.begun, self.may_end = threading.Event(), threading.Event()
+
+        def dead(self) -> dict[int, str]:
+            return {0: "it was killed"}
+
+        def restart(self, index: int) -> None:
+            assert index == 0
+            self.begun.set()
+            assert self.may_end.wait(60)
+
+    launched = Launched()
+    restarts = Restarts(launched, lambda: False)  # pyright: ignore[reportArgumentType]
+
+    async def main():
+        starts = asyncio.create_task(restarts.revive(0, is_hung=False))
+        try:
+            await asyncio.to_thread(launched.begun.wait, 60)
+            assert not await asyncio.wait_for(restarts.revive(1, is_hung=False), 20)
+            assert not starts.done()
+        finally:
+            launched.may_end.set()
+        assert await starts
+        assert restarts.count == 1
+
+    asyncio.run(main())
 
 
 def test_closing_while_servers_start_leaves_no_thread_behind(launching, tmp_path, monkeypatch):
