@@ -44,7 +44,7 @@ class RolloutBuffer:
             group_size: episodes per prompt.
             group_filter: returns why a group is dropped, or None to accept it.
             refill_rounds: how often the groups that are missing are asked for anew.
-            max_error_fraction: share of a step's trajectories with status `error` or `aborted` above which `take` raises.
+            max_error_fraction: share of a step's trajectories with status `error` or `aborted` above which it raises.
 
         Raises:
             ConfigError: a size below 1, or a fraction outside 0..1.

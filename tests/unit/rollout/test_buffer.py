@@ -235,7 +235,9 @@ def test_answers_that_the_engine_aborts_are_counted_and_bounded_as_failures(stag
     assert (values["rollout/aborted"], values["rollout/errors"], values["rollout/filter/all_failed"]) == (4, 0, 2)
     assert values["reward/mean"] == 1.5, "they have no reward"
     env.aborted, env.fails = {4, 5}, {6}
-    message = r"step 1: 6 of 8 episodes failed.* allows \(4 aborted, 2 RolloutError; first: request p/4#0 was aborted 9 times"
+    message = (
+        r"step 1: 6 of 8 episodes failed.* allows \(4 aborted, 2 RolloutError; first: request p/4#0 was aborted 9 times"
+    )
     with pytest.raises(RolloutError, match=message):
         make(max_error_fraction=0.5).take(1, 0)
 
