@@ -45,6 +45,8 @@ class Member:
     why_out: str = ""
     must_replay: bool = False
     """It left while weights or memory were on their way: whatever its label says, they are sent again."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is asked to come back, and while it lends its memory though it is out."""
     failures: int = 0
     """In a row, of the kinds that speak against the server."""
     num_ejections: int = 0

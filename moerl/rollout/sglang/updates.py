@@ -177,15 +177,19 @@ class Updates:
         await self._dispatcher.on_each(self._lend, "release memory")
 
     async def release_rest(self) -> None:
-        """Of servers that are out too, as far as they answer: they are on the same devices."""
+        """Of servers that are out too, as far as they answer: they are on the same devices.
+
+        One that the watch is about is waited for: it would take its memory again, or die of a token without weights.
+        """
 
         async def ask(member: Member) -> None:
-            try:
-                async with asyncio.timeout(_RECALL_SECONDS):
-                    await member.client.pause("abort")
-                    await self._lend(member.client)
-            except (MoerlError, TimeoutError) as error:
-                logger.info("%s, which is out, did not release its memory (%s)", member.name, error)
+            async with member.lock:
+                try:
+                    async with asyncio.timeout(_RECALL_SECONDS):
+                        await member.client.pause("abort")
+                        await self._lend(member.client)
+                except (MoerlError, TimeoutError) as error:
+                    logger.info("%s, which is out, did not release its memory (%s)", member.name, error)
 
         await asyncio.gather(*(ask(member) for member in self._dispatcher.pool.members if member.state == "out"))
 

@@ -85,6 +85,10 @@ class Watch:
 
     async def try_return(self, member: Member) -> bool:
         """Bring an ejected server back if it is healthy and has, or gets, the weights of now."""
+        async with member.lock:
+            return await self._try_return(member)
+
+    async def _try_return(self, member: Member) -> bool:
         pool, client, ejections = self._dispatcher.pool, member.client, member.num_ejections
         if pool.shut_by:
             return False
