@@ -68,7 +68,7 @@ class SglangEngineConfig:
     health_seconds: float = 30.0
     """Between two health checks of a server."""
     no_server_seconds: float = 600.0
-    """How long requests wait while no server is fit."""
+    """How long requests wait while no server is fit and none is being started."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -141,6 +141,11 @@ class SglangEngine:
     def max_concurrency(self) -> int:
         """Requests that all servers together get at once."""
         return self._cfg.requests_per_server * len(self._found)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long no server was fit, since the start."""
+        return 0.0 if self._dispatcher is None else self._dispatcher.pool.seconds_without_fit
 
     def counts(self) -> dict[str, int]:
         """What happened since the start: `DispatchCounts`, and what became of servers."""
@@ -339,10 +344,12 @@ class SglangEngine:
             await self._restarts.settle()
         await updates.release_rest()
 
-    async def _revive(self, index: int, is_hung: bool) -> None:
-        restarts, updates = self._restarts, self._updates
-        if restarts is not None and await restarts.revive(index, is_hung=is_hung) and updates is not None:
-            updates.note_restart(self._clients[index])
+    async def _revive(self, index: int, is_hung: bool) -> bool:
+        if self._restarts is None or not await self._restarts.revive(index, is_hung=is_hung):
+            return False
+        if self._updates is not None:
+            self._updates.note_restart(self._clients[index])
+        return True
 
     async def _close(self) -> None:
         if self._watch is not None:

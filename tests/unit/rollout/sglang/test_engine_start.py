@@ -13,6 +13,7 @@ import pytest
 from fake_servers import LAYOUT, prompt_of
 
 from moerl.errors import RolloutError
+from moerl.protocols import Stalling
 from moerl.rollout.engine import ServedModel
 from moerl.rollout.engines.sglang_engine import SglangEngine, SglangEngineConfig
 from moerl.rollout.fake_engine.serving import FakeServer
@@ -134,7 +135,10 @@ def test_a_closed_engine_starts_nothing_and_waits_for_nothing(tmp_path):
         sender = DiskSender(DiskConfig(), SenderPlace(tmp_path / "engine_weights", tmp_path))
         model = ServedModel(tmp_path, tmp_path, 320, LAYOUT, wants_routes=False)
         engine = SglangEngine(cfg, served_model=model, sender=sender)
+        assert isinstance(engine, Stalling)
+        assert engine.stalled_seconds == 0
         asyncio.run(engine.generate(prompt_of(5), SamplingParams(3), "p#0"))
+        assert engine.stalled_seconds == 0
         loop = engine._loop
         engine.close()
         assert loop.is_closed()
