@@ -20,6 +20,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], version: int) -> Metrics:
     metrics: Metrics = {
         "rollout/tokens": Sum(sum(t.response_length for t in trajectories)),
         "rollout/errors": Sum(sum(t.status == "error" for t in trajectories)),
+        "rollout/aborted": Sum(sum(t.status == "aborted" for t in trajectories)),
         "rollout/too_long": Sum(sum(t.status == "too_long" for t in trajectories)),
     }
     for trajectory in trajectories:
