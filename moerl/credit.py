@@ -66,7 +66,7 @@ def credit(groups: Sequence[RolloutGroup], rules: CreditRules) -> tuple[list[Sam
     """
     shaping, metrics = rules.shaping(groups)
     rows = [row for g, group in enumerate(groups) for row in _rows(g, group, rules)]
-    scored = [i for i, row in enumerate(rows) if row.trajectory.status == "ok" and np.isfinite(row.trajectory.reward)]
+    scored = [i for i, row in enumerate(rows) if row.trajectory.is_scored]
     if not scored:
         return [], metrics
     pairs = enumerate((rows[i], float(shaping[i])) for i in scored)

@@ -47,6 +47,14 @@ class WeightSyncError(MoerlError, RuntimeError):
     """Weights that did not arrive whole at an engine."""
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether it speaks against a server, which did not answer or broke, rather than telling of a refusal.
+
+    `is_suspect` of it, or of the error that it was made of, says so.
+    """
+    return any(getattr(one, "is_suspect", False) is True for one in (error, error.__cause__))
+
+
 class CheckpointError(MoerlError, RuntimeError):
     """A checkpoint that is missing, damaged, or made by another model or configuration."""
 

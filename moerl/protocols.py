@@ -71,6 +71,16 @@ class Bounded(Protocol):
         ...
 
 
+@runtime_checkable
+class Stalling(Protocol):
+    """What an engine may have beside its six methods: times in which it could serve nobody."""
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long that was in all; grows while it lasts."""
+        ...
+
+
 class Environment(Protocol):
     """Plays one episode."""
 

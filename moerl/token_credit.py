@@ -230,7 +230,7 @@ class TokenCredit:
         if rules.values is not None:
             return _valued(micro, rewards - self.coefficients.kl * kl, rules.values)
         if rules.has_kl_reward and rules.is_per_token:
-            rewards = returns_to_go(rewards - self.coefficients.kl * kl, micro.mask, micro.seq_ids, micro.num_seqs)
+            rewards += returns_to_go(-self.coefficients.kl * kl, micro.mask, micro.seq_ids, micro.num_seqs)
         return micro, torch.where(micro.mask, rewards, 0.0)
 
     def _tokens(self, minibatch: int, micro: MicroBatch, extra: Tensor) -> Tensor:

@@ -114,10 +114,7 @@ class SamplingParams:
 
     @property
     def num_unsettled(self) -> int:
-        """Last tokens of an aborted part that the rest must sample again.
-
-        A stop string may stand or begin in them, which a request that goes on would not see. A token has a byte of it.
-        """
+        """Last tokens of an aborted part to sample again: a stop string may begin there, each token a byte of it."""
         return max((len(stop.encode()) for stop in self.stop_strings), default=0)
 
 
@@ -142,8 +139,7 @@ class Completion:
     version_spans: tuple[tuple[int, int, int], ...] = ()
     """(start, end, policy version) over the tokens, all of them; empty: every token is of `policy_version`."""
     first_true_route: int = 0
-    """Rows before it, counted from the prompt's first token, were computed again by newer weights than those that
-    sampled."""
+    """Rows before it, from the prompt's first token on, were computed again by newer weights than sampled them."""
     routes_from: int = 0
     """Row of the whole text that is the first of `routed_experts`; at most `SamplingParams.routes_from`."""
 
@@ -197,6 +193,11 @@ class Trajectory:
     def response_length(self) -> int:
         """Number of sampled tokens."""
         return int(self.loss_mask.sum())
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether there is a verdict on it; otherwise it is no sample."""
+        return self.status == "ok" and bool(np.isfinite(self.reward))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,12 @@ from moerl.types import RolloutGroup, Trajectory
 
 
 def copies(group: RolloutGroup) -> np.ndarray:
-    """[g] bool: the answer is equal to an earlier one; firsts are not."""
+    """[g] bool: the answer is equal to an earlier one; firsts are not, nor is what has no verdict."""
     seen: set[bytes] = set()
     result = np.zeros(len(group.trajectories), dtype=bool)
     for index, trajectory in enumerate(group.trajectories):
+        if not trajectory.is_scored:
+            continue
         content = _content(trajectory)
         result[index] = content in seen
         seen.add(content)

@@ -13,7 +13,8 @@ from moerl.metrics import Mean, Metrics
 from moerl.types import RolloutGroup
 
 Shaping = Callable[[Sequence[RolloutGroup]], tuple[np.ndarray, Metrics]]
-"""All groups of a step -> what is added to every reward [n] float64, group after group, and `reward/shaping_<name>`."""
+"""All groups of a step -> what is added to every reward [n] float64, group after group, and `reward/shaping_<name>`,
+the mean over answers that have a verdict."""
 
 
 def build_shaping(nodes: Sequence[Mapping[str, Any]]) -> Shaping:
@@ -30,12 +31,13 @@ def build_shaping(nodes: Sequence[Mapping[str, Any]]) -> Shaping:
 
     def shape(groups: Sequence[RolloutGroup]) -> tuple[np.ndarray, Metrics]:
         total = np.zeros(sum(len(group.trajectories) for group in groups))
+        is_sample = np.array([answer.is_scored for group in groups for answer in group.trajectories], dtype=bool)
         metrics: Metrics = {}
         for plugin, cfg in terms:
             parts = [np.asarray(plugin.target(group, cfg), dtype=np.float64) for group in groups]
             term = np.concatenate(parts) if parts else np.zeros(0)
             total = total + term
-            metrics[f"reward/shaping_{plugin.name}"] = Mean(float(term.sum()), float(len(term)))
+            metrics[f"reward/shaping_{plugin.name}"] = Mean(float(term[is_sample].sum()), float(is_sample.sum()))
         return total, metrics
 
     return shape

@@ -125,7 +125,7 @@ SECTIONS: tuple[Section, ...] = (
             Chart(
                 "Failures",
                 "Rollouts that failed or could not be scored; they are left out, never counted as wrong.",
-                ("rollout/errors", "rollout/too_long", "reward/verifier_*"),
+                ("rollout/errors", "rollout/aborted", "rollout/too_long", "reward/verifier_*"),
                 smooth=False,
             ),
         ),

@@ -20,11 +20,12 @@ logger = logging.getLogger(__name__)
 HELP = """Evaluate an objective on a batch: loss, gradient norm, clip and mask fractions.
 
   moerl objective --list                                              every method: preset, one line, paper, needs
-  moerl objective --preset gspo --batch runs/demo/batches/step-3.npz  a dump of the training loop
+  moerl objective --preset gspo --batch BATCHES/step_000003.npz       a step of a run, from runs/NAME/batches
   moerl objective --preset dapo --batch small.json trust.hi=0.3       a few sequences by hand; any axis overridden
   moerl objective --compare grpo,gspo,cispo --batch b.npz --move 0.1  side by side, and the tokens that tell them apart
   moerl objective --preset grpo --batch data_0.pt --group-size 8      a debug dump of slime (--format verl: of verl)
 
+A run writes its steps with telemetry.dump_batches=true, and the last one where a loss or gradient was not finite.
 The policy of a dump is the one at the start of the step, so every ratio is 1 unless the dump says otherwise (JSON) or
 --move is given. docs/algorithms.md has the layouts of the files.
 """

@@ -19,6 +19,24 @@ RESUME_MAY_CHANGE = (
     "precision.recompute",
     "data.check_disjoint",
     "rollout.timeout_seconds",
+    *(
+        f"rollout.engine.{key}"
+        for key in (
+            "urls*",
+            "key_file",
+            "servers*",
+            "requests_per_server",
+            "affinity_slack",
+            "request_timeout_seconds",
+            "num_retries",
+            "retry_wait_seconds",
+            "control_timeout_seconds",
+            "update_timeout_seconds",
+            "release_memory",
+            "health_seconds",
+            "no_server_seconds",
+        )
+    ),
     "reward.num_workers",
     "reward.timeout_seconds",
     "reward.memory_bytes",

@@ -139,7 +139,7 @@ class RolloutSection:
     `resume`: train on what is finished and let them go on over updates (an engine that aborts at an update is asked to
     continue), to be waited for only when they would become too old; `drop` them then, and count them."""
     timeout_seconds: float = 600.0
-    """Of one episode; a late one becomes a trajectory with status `error`."""
+    """Of one episode; a late one becomes a trajectory with status `error`. It does not run while no server is fit."""
 
 
 @dataclass
@@ -208,7 +208,7 @@ class EntropySection:
 
     place: str = "none"
     """`none`, `loss`, or `reward`: coefficient * entropy of the old policy, detached, is part of each token's
-    advantage."""
+    advantage; with a critic of its reward, which later advantages tell of too."""
     coefficient: float = 0.0
     target: float | None = None
     """Skywork-OR1's control (arXiv 2505.22312): after every step the coefficient moves by `step`, up where the entropy

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moerl.errors import ConfigError
@@ -106,6 +107,12 @@ GUARDS: tuple[Guard, ...] = (
         lambda c, te: te and c.multi_latent_attention and c.layernorm_epsilon != LATENT_EPS,
         "latent attention by TransformerEngine: it gives the norms of latents the epsilon of all others "
         f"(rms_norm_eps), where these models have {LATENT_EPS:g}; train it without TransformerEngine",
+    ),
+    Guard(
+        "fused_yarn",
+        lambda c, te: c.apply_rope_fusion and _yarn_get_concentration_factor_from_config(c) != 1.0,
+        "apply_rope_fusion with YaRN: the fused rotation of packed sequences drops YaRN's factor of attention, so that "
+        "another network would train; switch it off",
     ),
     Guard(
         "saved_activations",

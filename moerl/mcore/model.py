@@ -120,7 +120,7 @@ def transformer_config(
     _refuse_expert_axes(source, parallel)
     fields["activation_func"] = _activation(fields["activation_func"])
     fields.update(_recompute(precision.recompute))
-    fields.update(_implementation())
+    fields.update(_implementation(source))
     config = _kind(source, fields)(
         **fields,
         params_dtype=dtype,
@@ -202,10 +202,10 @@ def uses_transformer_engine() -> bool:
     return bool(HAVE_TE)
 
 
-def _implementation() -> dict[str, Any]:
+def _implementation(source: ModelSource) -> dict[str, Any]:
     fused = uses_transformer_engine()
     return {
-        "apply_rope_fusion": fused,
+        "apply_rope_fusion": fused and source.kwargs.get("position_embedding_type") != "yarn",  # see guard `fused_yarn`
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -327,6 +327,8 @@ def _build_chunk(
             use_cpu_initialization=True,
             cp_group=model.pg_collection.cp,
         )
+    if config.recompute_granularity is not None and model.pre_process:
+        model.embedding.register_forward_hook(_with_gradient)
     model.cuda(torch.cuda.current_device())
     model.routes = RouteController(model, moe_layers=source.moe_layers, parallel=parallel)
     if not config.bf16:
@@ -336,6 +338,11 @@ def _build_chunk(
         if isinstance(module, TopKRouter):
             module._maintain_float32_expert_bias()  # the wrapper cast it; 8 bits choose other experts
     return wrapped
+
+
+def _with_gradient(_module: torch.nn.Module, _arguments: Any, output: Tensor) -> Tensor | None:
+    """Recomputation gives parameters no gradient where no input of their part has one, and embeddings may be frozen."""
+    return output.detach().requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else None
 
 
 def score_tokens(module: torch.nn.Module, batch: MicroBatch, rows: RowPlan) -> Tensor:

@@ -180,13 +180,24 @@ def release_parallel() -> None:
 
 
 def join_world(timeout_seconds: float) -> None:
-    """Join the process group that the launcher started, or be alone; once for a process."""
+    """Join the process group that the launcher started, or be alone; once for a process.
+
+    Raises:
+        ConfigError: more processes on this machine than GPUs.
+    """
     if dist.is_initialized():
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ:
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+            if local >= count:
+                raise ConfigError(
+                    f"local rank {local} has no GPU: this machine shows {count} (CUDA_VISIBLE_DEVICES is "
+                    f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); start at most {count} processes a node "
+                    "(--nproc-per-node), or show more GPUs"
+                )
+            torch.cuda.set_device(local)
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
         return
     # Alone: a store in memory needs neither a port nor a file that another process could take.

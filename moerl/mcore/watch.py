@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -49,7 +50,7 @@ class Watch:
         self._world = world
         self._silence = silence_seconds
         self._seconds = min(MAX_BEAT_SECONDS, silence_seconds / 5)
-        self._place: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "step": 0, "phase": "start"}
+        self._place: dict[str, Any] = {"pid": os.getpid(), "host": _pid_space(), "step": 0, "phase": "start"}
         self._place |= {"entered": 0, "since": time.time()}
         self._count = 0
         self._seen: dict[int, _Seen] = {}
@@ -184,13 +185,24 @@ def _where(sign: dict[str, Any]) -> str:
 
 def _is_gone(sign: dict[str, Any]) -> bool:
     """Whether the process of a rank on this machine is no more."""
-    if sign["host"] != socket.gethostname():
+    if sign["host"] != _pid_space():
         return False
     try:
         os.kill(sign["pid"], 0)
     except ProcessLookupError:
         return True
+    except PermissionError:  # it lives, and is another user's
+        return False
     return False
+
+
+def _pid_space() -> str:
+    """Where a process id means the same process: containers and machines may share a host name, and have their own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # no such files: at least the machine
+        return socket.gethostname()
 
 
 def say(text: str) -> None:

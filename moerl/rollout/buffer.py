@@ -44,7 +44,7 @@ class RolloutBuffer:
             group_size: episodes per prompt.
             group_filter: returns why a group is dropped, or None to accept it.
             refill_rounds: how often the groups that are missing are asked for anew.
-            max_error_fraction: share of a step's trajectories with status `error` above which `take` raises.
+            max_error_fraction: share of a step's trajectories with status `error` or `aborted` above which it raises.
 
         Raises:
             ConfigError: a size below 1, or a fraction outside 0..1.
@@ -154,15 +154,19 @@ def why_dropped(group: RolloutGroup, group_filter: GroupFilter | None) -> str | 
 
 
 def refuse_failures(sampled: Sequence[RolloutGroup], step: int, max_error_fraction: float) -> None:
-    """Raise `RolloutError` where more than that share of the groups' episodes failed."""
+    """Raise `RolloutError` where more than that share of the groups' episodes failed, or were aborted by the engine.
+
+    Answers that end with a group which is given up (`long_tail: drop`) are in no group, and count here for nothing.
+    """
     trajectories = [t for group in sampled for t in group.trajectories]
-    errors = [t.error for t in trajectories if t.status == "error"]
-    if len(errors) <= max_error_fraction * len(trajectories):
+    failed = [t for t in trajectories if t.status in ("error", "aborted")]
+    if len(failed) <= max_error_fraction * len(trajectories):
         return
-    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(map(error_kind, errors)).most_common())
+    counts = Counter("aborted" if t.status == "aborted" else error_kind(t.error) for t in failed)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
     raise RolloutError(
-        f"step {step}: {len(errors)} of {len(trajectories)} episodes failed, more than reward.max_error_fraction="
-        f"{max_error_fraction:g} allows ({kinds}; first: {errors[0]})"
+        f"step {step}: {len(failed)} of {len(trajectories)} episodes failed, more than reward.max_error_fraction="
+        f"{max_error_fraction:g} allows ({kinds}; first: {failed[0].error})"
     )
 
 

@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from moerl.errors import ConfigError
-from moerl.protocols import Environment, RolloutEngine, Scorer, Span
+from moerl.protocols import Environment, RolloutEngine, Scorer, Span, Stalling
+from moerl.rollout.deadline import Deadline
 from moerl.rollout.engine import request_id, sample_seed
 from moerl.rollout.loop_thread import LoopRunner
 from moerl.types import Prompt, RolloutGroup, SamplingParams, Trajectory
@@ -87,7 +88,8 @@ class Collector:
             environments: by the name that `Prompt.env` says.
             scorer: asked as each episode finishes, while others still run.
             run_seed: part of every sample's seed.
-            timeout_seconds: of one episode, scoring not included, counted from when its turn has come.
+            timeout_seconds: of one episode, scoring not included, counted from when its turn has come; times in which
+                the engine can serve nobody do not count.
             max_concurrency: episodes at once; below the size of a step, the engine's batches are smaller too, and
                 above what the engine serves at once, waiting for its turn is part of an episode's time.
             hooks: see there.
@@ -185,6 +187,9 @@ class Collector:
             tasks = [group.create_task(play(prompt, index)) for prompt, index in jobs]
         return [task.result() for task in tasks]
 
+    def _stalled_seconds(self) -> float:
+        return self._engine.stalled_seconds if isinstance(self._engine, Stalling) else 0.0
+
     def _refuse_unknown(self, prompt: Prompt) -> None:
         if prompt.env not in self._environments:
             known = ", ".join(sorted(self._environments))
@@ -193,7 +198,7 @@ class Collector:
     async def _episode(self, prompt: Prompt, name: str, params: SamplingParams) -> Trajectory:
         """Play and score; whatever fails marks this one trajectory. Scoring does not hold up the next episode."""
         trajectory = _unplayed(prompt, params)
-        deadline = asyncio.timeout(self._timeout_seconds)
+        deadline = Deadline(self._timeout_seconds, self._stalled_seconds)
         try:
             async with self._gate, deadline:
                 trajectory = await self._environments[prompt.env].run(prompt, self._engine, params, name)

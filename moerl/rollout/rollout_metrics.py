@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -21,11 +20,12 @@ def rollout_metrics(groups: Sequence[RolloutGroup], version: int) -> Metrics:
     metrics: Metrics = {
         "rollout/tokens": Sum(sum(t.response_length for t in trajectories)),
         "rollout/errors": Sum(sum(t.status == "error" for t in trajectories)),
+        "rollout/aborted": Sum(sum(t.status == "aborted" for t in trajectories)),
         "rollout/too_long": Sum(sum(t.status == "too_long" for t in trajectories)),
     }
     for trajectory in trajectories:
         merge_into(metrics, _of_one(trajectory, version))
-    rewards = [t.reward for t in trajectories if is_scored(t)]
+    rewards = [t.reward for t in trajectories if t.is_scored]
     if rewards:
         metrics["reward/std"] = Last(statistics.pstdev(rewards))
     return metrics
@@ -72,12 +72,7 @@ def _of_one(trajectory: Trajectory, version: int) -> Metrics:
         metrics["rollout/truncated_fraction"] = Mean(float(trajectory.finish_reason == "length"))
         stale = sum((end - start) * (version - sampled) for start, end, sampled in trajectory.version_spans)
         metrics["rollout/staleness_mean"] = Mean(stale, length)
-    if is_scored(trajectory):
+    if trajectory.is_scored:
         metrics["reward/mean"] = Mean(trajectory.reward)
         metrics |= {f"reward/{name}": Mean(value) for name, value in trajectory.reward_components.items()}
     return metrics
-
-
-def is_scored(trajectory: Trajectory) -> bool:
-    """Whether there is a verdict on it."""
-    return trajectory.status == "ok" and not math.isnan(trajectory.reward)

@@ -16,7 +16,7 @@ import numpy as np
 
 from moerl.algorithms.duplicates import copies
 from moerl.metrics import Mean, Metrics, merge_into
-from moerl.rollout.rollout_metrics import is_right, is_scored
+from moerl.rollout.rollout_metrics import is_right
 from moerl.types import RolloutGroup, Trajectory
 
 
@@ -34,10 +34,10 @@ def text_metrics(groups: Iterable[RolloutGroup], settings: TextSettings) -> Metr
     """Means over groups, answers or tokens, whatever each speaks of.
 
     Over groups: `rollout/distinct_n`, distinct n-grams by n-grams (arXiv 1510.03055); `rollout/distinct_fraction`,
-    distinct answers by answers; `reward/group_std` (population) and `reward/group_range`, spread of the task reward
-    where two or more answers have one. Over answers: `rollout/reflection_fraction`, with a reflection word in it;
-    `rollout/reflection_words`, their number; `rollout/response_length_right` and `_wrong`. Over tokens:
-    `rollout/token_prob` and `rollout/token_logprob` (nats), as sampled.
+    distinct answers by answers, of those with a verdict; `reward/group_std` (population) and `reward/group_range`,
+    spread of the task reward where two or more answers have one. Over answers: `rollout/reflection_fraction`, with a
+    reflection word in it; `rollout/reflection_words`, their number; `rollout/response_length_right` and `_wrong`. Over
+    tokens: `rollout/token_prob` and `rollout/token_logprob` (nats), as sampled.
     """
     metrics: Metrics = {}
     for group in groups:
@@ -46,7 +46,7 @@ def text_metrics(groups: Iterable[RolloutGroup], settings: TextSettings) -> Metr
             merge_into(metrics, dict(_of_group(RolloutGroup(group.prompt, answers), settings.ngrams)))
         for answer in answers:
             merge_into(metrics, dict(_of_answer(answer, settings.reflection_words)))
-        rewards = np.array([t.reward for t in group.trajectories if is_scored(t)])
+        rewards = np.array([t.reward for t in group.trajectories if t.is_scored])
         if len(rewards) > 1:
             merge_into(metrics, {"reward/group_std": Mean(float(rewards.std()))})
             merge_into(metrics, {"reward/group_range": Mean(float(np.ptp(rewards)))})
@@ -91,7 +91,9 @@ def _of_group(group: RolloutGroup, ngrams: Sequence[int]) -> Iterator[tuple[str,
     for n, (distinct, total) in distinct_ngrams(runs, ngrams).items():
         if total:
             yield f"rollout/distinct_{n}", Mean(distinct / total)
-    yield "rollout/distinct_fraction", Mean(1.0 - float(copies(group).mean()))
+    num_scored = sum(answer.is_scored for answer in group.trajectories)
+    if num_scored:
+        yield "rollout/distinct_fraction", Mean(1.0 - float(copies(group).sum()) / num_scored)
 
 
 def _of_answer(answer: Trajectory, words: Sequence[str]) -> Iterator[tuple[str, Mean]]:
@@ -104,7 +106,7 @@ def _of_answer(answer: Trajectory, words: Sequence[str]) -> Iterator[tuple[str, 
         count = count_words(answer.response_text, words)
         yield "rollout/reflection_words", Mean(float(count))
         yield "rollout/reflection_fraction", Mean(float(count > 0))
-    if is_scored(answer):
+    if answer.is_scored:
         verdict = "right" if is_right(answer) else "wrong"
         yield f"rollout/response_length_{verdict}", Mean(float(answer.response_length))
 

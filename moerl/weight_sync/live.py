@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moerl.errors import MoerlError, WeightSyncError
+from moerl.errors import WeightSyncError, is_lost
 from moerl.types import WeightBucket
 from moerl.weight_sync.flat import FlatEntry, laid_out, pack
 from moerl.weight_sync.servers import Failures, SenderPlace, WeightServer, differing, on_each
@@ -89,9 +89,18 @@ class LiveSender(ABC):
                 logger.info("%s had no session to close (%s)", server.url, error)
         await asyncio.to_thread(self._versions.drop)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the update under way, or else the next one, is written to the disk too."""
+        return self._writes
+
+    def has(self, version: int) -> bool:
+        """Whether there is a copy of it on the disk."""
+        return self._versions.version == version
+
     async def replay(self, server: WeightServer, version: int) -> bool:
         """From the copy on the disk, if there is one of this version."""
-        if self._versions.version != version:
+        if not self.has(version):
             return False
         await load(server, str(self._versions.path(version)), version)
         return True
@@ -139,11 +148,13 @@ class LiveSender(ABC):
 
 async def _begin(server: WeightServer) -> None:
     """A session that an update before left open is closed first."""
-    try:
-        await server.begin_update()
-    except MoerlError:
-        await server.end_update()
-        await server.begin_update()
+    _, failed = await on_each([server], lambda one: one.begin_update())
+    if not failed:
+        return
+    _, unended = await on_each([server], lambda one: one.end_update())
+    if unended:
+        raise failed[server] if is_lost(failed[server]) else unended[server]
+    await server.begin_update()
 
 
 def default_device() -> torch.device:

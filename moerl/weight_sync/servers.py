@@ -82,6 +82,8 @@ Failures = dict[Any, MoerlError]
 class ServerLostError(WeightSyncError):
     """A server that did not answer at all."""
 
+    is_suspect = True
+
 
 @dataclass(frozen=True)
 class SenderPlace:
@@ -111,11 +113,6 @@ async def on_each(
         else:
             given[server] = result
     return given, failures
-
-
-def is_lost(error: MoerlError) -> bool:
-    """Whether it speaks against the server, rather than telling of something that the server refused."""
-    return isinstance(error, ServerLostError) or getattr(error.__cause__ or error, "is_suspect", False) is True
 
 
 def differing(one: HasChecksum, other: HasChecksum) -> list[str]:

@@ -75,6 +75,24 @@ def test_a_server_that_dies_in_a_step_costs_nothing_but_time_and_comes_back(tmp_
     assert [row["rollout/staleness_mean"] for row in rows[1:]] == [0] * 5
 
 
+def test_the_only_server_may_die_while_the_learner_trains(tmp_path: Path) -> None:
+    """No health check has found it when the weights are to be sent; before, that ended the run."""
+    with FakeServer(SERVED) as server:
+
+        def trouble(step: int, groups: Any) -> None:
+            if groups is not None:
+                assert_sampled_by(groups, step, step - 1)
+                if step == 2:
+                    server.restart(1.0)
+
+        more = ("run.num_steps=4", "algorithm.routing=R3")
+        rows = served(tmp_path / "run", [server.url], *more, watcher=trouble, health_seconds=1000.0)
+        assert (server.state()["num_restarts"], server.state()["label"]) == (1, "4")
+    assert counts(rows, "ejections") == [0, 0, 1, 0, 0]
+    assert counts(rows, "returns") == [0, 0, 0, 1, 0]
+    assert [row["rollout/errors"] for row in rows[1:]] == [0] * 4
+
+
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
 def test_a_server_that_dies_in_a_weight_update_serves_no_mixture(tmp_path: Path, transport: str) -> None:
     endpoint = f"/update_weights_from_{transport}"

@@ -46,7 +46,7 @@ def length(group: RolloutGroup, cfg: LengthConfig) -> np.ndarray:
     if cfg.form == "linear":
         return -cfg.coefficient * lengths / cfg.max_tokens
     rewards = np.array([trajectory.reward for trajectory in group.trajectories])
-    played = np.array([t.status == "ok" for t in group.trajectories], dtype=bool) & np.isfinite(rewards)
+    played = np.array([trajectory.is_scored for trajectory in group.trajectories], dtype=bool)
     bonus = np.zeros(len(lengths))  # an episode that failed is no measure of length
     bonus[played] = relative_length_bonus(lengths[played], rewards[played] > cfg.threshold)
     return cfg.coefficient * bonus

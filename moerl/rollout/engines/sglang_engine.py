@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
-import secrets
 import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,23 +17,21 @@ from moerl.metrics import Last, Metrics
 from moerl.rollout.engine import ServedModel, engines
 from moerl.rollout.sglang.bridge import Bridge, serve_loop
 from moerl.rollout.sglang.counts import Differences
-from moerl.rollout.sglang.suited import refuse_unsuited
+from moerl.rollout.sglang.suited import look_at_servers
 from moerl.types import Completion, SamplingParams, WeightBucket
 
 if TYPE_CHECKING:
-    from moerl.rollout.sglang.client import ServerInfo, SglangClient
+    from moerl.rollout.sglang.client import SglangClient
     from moerl.rollout.sglang.dispatcher import Dispatcher
     from moerl.rollout.sglang.restarts import Restarts
     from moerl.rollout.sglang.servers import Server, SglangServers
     from moerl.rollout.sglang.updates import Updates, WeightSender
     from moerl.rollout.sglang.watch import Watch
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 ROUTES = ("auto", "always", "never")
-TESTED_VERSION = "0.5.23"
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class SglangEngineConfig:
     health_seconds: float = 30.0
     """Between two health checks of a server."""
     no_server_seconds: float = 600.0
-    """How long requests wait while no server is fit."""
+    """How long requests wait while no server is fit and none is being started."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -145,6 +141,11 @@ class SglangEngine:
     def max_concurrency(self) -> int:
         """Requests that all servers together get at once."""
         return self._cfg.requests_per_server * len(self._found)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long no server was fit, since the start."""
+        return 0.0 if self._dispatcher is None else self._dispatcher.pool.seconds_without_fit
 
     def counts(self) -> dict[str, int]:
         """What happened since the start: `DispatchCounts`, and what became of servers."""
@@ -300,7 +301,13 @@ class SglangEngine:
             SglangClient(server.url, admin_key=server.admin_key, index=server.index, timeouts=timeouts)
             for server in self._found
         ]
-        labels, infos = await self._look_at_servers()
+        labels, infos = await look_at_servers(
+            self._clients,
+            self._first_version,
+            needs_routes=self._wants_routes,
+            needs_memory_saver=cfg.release_memory,
+            longest_tokens=model.longest_tokens,
+        )
         contexts = [info.context_length for info in infos if info.context_length is not None]
         dispatcher = Dispatcher(
             self._clients,
@@ -318,7 +325,8 @@ class SglangEngine:
         dispatcher.policy_version = self._first_version
         for member, info in zip(dispatcher.pool.members, infos, strict=True):
             dispatcher.pool.set_ranks(member, info.data_size)
-        self._updates = Updates(dispatcher, self._sender, pause_mode=cfg.pause_mode)  # pyright: ignore[reportArgumentType]
+        patience = cfg.no_server_seconds + (0.0 if self._launched is None else self._launched.start_seconds)
+        self._updates = Updates(dispatcher, self._sender, pause_mode=cfg.pause_mode, wait_seconds=patience)  # pyright: ignore[reportArgumentType]
         self._watch = Watch(
             dispatcher,
             settings=WatchSettings(health_seconds=cfg.health_seconds, no_server_seconds=cfg.no_server_seconds),
@@ -329,36 +337,6 @@ class SglangEngine:
         self._watch.start()
         self._dispatcher = dispatcher
 
-    async def _look_at_servers(self) -> tuple[dict[str, int], list[ServerInfo]]:
-        """Labels of the weights at the start -> their version, and what each server says of itself.
-
-        A label that is a number may be another run's version, so it is replaced by one that is none.
-
-        Raises:
-            RolloutError: a server does not answer, has too little room, or was started without the routes or the
-                memory saver that are needed.
-        """
-        labels: dict[str, int] = {}
-        infos = []
-        for client in self._clients:
-            info = await client.server_info()
-            label = (await client.model_info()).weight_version
-            if info.version != TESTED_VERSION:
-                logger.warning("%s is SGLang %s; moerl is tested with %s", client.url, info.version, TESTED_VERSION)
-            refuse_unsuited(
-                client.url,
-                info,
-                needs_routes=self._wants_routes,
-                needs_memory_saver=self._cfg.release_memory,
-                longest_tokens=self._model.longest_tokens,
-            )
-            if label.isdigit() and int(label) != self._first_version:
-                label = f"start-{secrets.token_hex(4)}"
-                await client.relabel(label)
-            labels[label] = self._first_version
-            infos.append(info)
-        return labels, infos
-
     async def _release(self, updates: Updates) -> None:
         """Nothing is started from the first line on; what was being started has its memory at the third."""
         await updates.release_memory()
@@ -366,10 +344,12 @@ class SglangEngine:
             await self._restarts.settle()
         await updates.release_rest()
 
-    async def _revive(self, index: int, is_hung: bool) -> None:
-        restarts, updates = self._restarts, self._updates
-        if restarts is not None and await restarts.revive(index, is_hung=is_hung) and updates is not None:
-            updates.note_restart(self._clients[index])
+    async def _revive(self, index: int, is_hung: bool) -> bool:
+        if self._restarts is None or not await self._restarts.revive(index, is_hung=is_hung):
+            return False
+        if self._updates is not None:
+            self._updates.note_restart(self._clients[index])
+        return True
 
     async def _close(self) -> None:
         if self._watch is not None:

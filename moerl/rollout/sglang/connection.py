@@ -19,6 +19,9 @@ MAX_ANSWER_BYTES = 1 << 30
 50 bytes a token. The largest that is ever asked for is a sampling mask of 4,096 ids at each of 32,768 steps: 0.9 GB."""
 MAX_WORDS_BYTES = 1 << 16
 """Of an answer that is no 200: its words are repeated cut, so the rest is not read."""
+IDLE_SECONDS = 2.0
+"""A connection that nobody used for longer is not used again: SGLang closes its side after 5 s
+(SGLANG_TIMEOUT_KEEP_ALIVE), and a request that crosses with that looks like a server that died."""
 
 _BUSY = (429, 503)
 _LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, asyncio.IncompleteReadError)
@@ -161,7 +164,7 @@ class Connection:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_seconds),
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),

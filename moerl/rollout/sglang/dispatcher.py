@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from moerl.errors import MoerlError, RolloutError
+from moerl.errors import MoerlError, RolloutError, is_lost
 from moerl.rollout.engine import prompt_id_of
 from moerl.rollout.sglang.client import PauseMode, SglangClient
 from moerl.rollout.sglang.counts import DispatchCounts
@@ -152,10 +152,10 @@ class Dispatcher:
                 await self._tell_abort(flight.lane.member, flight.rid)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Shut the gate and pause every fit server; one that does not answer is ejected.
+        """Shut the gate and pause every fit server; one that does not answer is ejected, be it the last.
 
         Raises:
-            RolloutError: none is left.
+            RolloutError: none is left, and one refused.
         """
         self.pool.shut(PAUSED)
         await self.on_each(lambda client: client.pause(mode), "pause")
@@ -164,7 +164,7 @@ class Dispatcher:
         """Let every fit server go on, then open the gate.
 
         Raises:
-            RolloutError: none is left.
+            RolloutError: none is left, and one refused.
         """
         try:
             await self.on_each(lambda client: client.continue_generation(), "continue")
@@ -174,21 +174,22 @@ class Dispatcher:
     async def on_each(self, call: Callable[[SglangClient], Awaitable[object]], what: str) -> None:
         """Do it at every fit server at once; one that fails is ejected.
 
+        Where all of them are lost nothing is raised: it is as if none had been fit, and the watch brings them back.
+
         Raises:
-            RolloutError: it failed at all of them; names the last.
+            RolloutError: it failed at all of them, and one did not die of it but refused; names that one.
         """
         members = self.pool.fit
         results = await asyncio.gather(*(call(member.client) for member in members), return_exceptions=True)
-        failed: BaseException | None = None
+        refused: MoerlError | None = None
         for member, result in zip(members, results, strict=True):
             if isinstance(result, MoerlError):
-                failed = result
+                refused = refused if is_lost(result) else result
                 self.eject(member, f"it did not {what} ({result})")
             elif isinstance(result, BaseException):
                 raise result
-        if not self.pool.fit:
-            why = failed or "; ".join(f"{member.name}: {member.why_out}" for member in self.pool.members)
-            raise RolloutError(f"no server is left to {what}: {why}") from failed
+        if refused is not None and not self.pool.fit:
+            raise RolloutError(f"no server is left to {what}: {refused}") from refused
 
     def eject(self, member: Member, why: str) -> None:
         """Send a server nothing more until the watch brings it back.

@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Literal
 
 from moerl.rollout.sglang.client import SglangClient
@@ -45,6 +46,8 @@ class Member:
     why_out: str = ""
     must_replay: bool = False
     """It left while weights or memory were on their way: whatever its label says, they are sent again."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is asked to come back, and while it lends its memory though it is out."""
     failures: int = 0
     """In a row, of the kinds that speak against the server."""
     num_ejections: int = 0
@@ -67,6 +70,8 @@ class Pool:
         self._capacity = capacity
         self._homes: OrderedDict[str, Lane] = OrderedDict()
         self._waiting: deque[tuple[asyncio.Future[Lane], str]] = deque()
+        self._unfit_since: float | None = None
+        self._unfit_seconds = 0.0
         self.shut_by: set[str] = set()
         """Why the gate is shut; empty: it is open."""
         for member in self.members:
@@ -85,6 +90,12 @@ class Pool:
     def fit(self) -> list[Member]:
         """Members that serve."""
         return [member for member in self.members if member.state == "fit"]
+
+    @property
+    def seconds_without_fit(self) -> float:
+        """In all, until now. Any thread may ask."""
+        since = self._unfit_since
+        return self._unfit_seconds + (0.0 if since is None else monotonic() - since)
 
     @property
     def num_waiting(self) -> int:
@@ -135,6 +146,8 @@ class Pool:
         member.must_replay = member.must_replay or bool(self.shut_by)
         for prompt in [prompt for prompt, lane in self._homes.items() if lane.member is member]:
             del self._homes[prompt]
+        if not self.fit:
+            self._unfit_since = monotonic()
         logger.warning("%s is out: %s", member.name, why)
         return True
 
@@ -143,6 +156,8 @@ class Pool:
         if member.state == "out":
             member.state, member.why_out, member.failures, member.must_replay = "fit", "", 0, False
             member.num_returns += 1
+            if self._unfit_since is not None:
+                self._unfit_seconds, self._unfit_since = self.seconds_without_fit, None
             logger.warning("%s serves again", member.name)
             self.hand_out()
 

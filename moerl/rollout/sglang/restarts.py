@@ -32,12 +32,17 @@ class Restarts:
         await asyncio.to_thread(self._wait)
 
     def _restart(self, index: int, is_hung: bool) -> bool:
+        if not self._is_due(index, is_hung):  # before the lock: a server that lives waits for no other's start
+            return False
         with self._lock:
-            if self._is_forbidden() or not (is_hung or index in self._launched.dead()):
+            if not self._is_due(index, is_hung):
                 return False
             self._launched.restart(index)
             self.count += 1
             return True
+
+    def _is_due(self, index: int, is_hung: bool) -> bool:
+        return not self._is_forbidden() and (is_hung or index in self._launched.dead())
 
     def _wait(self) -> None:
         with self._lock:

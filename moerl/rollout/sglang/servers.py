@@ -117,6 +117,11 @@ class SglangServers:
         """Of everything that is done to a process, and of `_is_closed`."""
         self._is_closed = False
 
+    @property
+    def start_seconds(self) -> float:
+        """How long one may take to start."""
+        return self._config.start_seconds
+
     def command(self, index: int) -> list[str]:
         """What is run for server `index`; the key is not in it."""
         line = arguments(

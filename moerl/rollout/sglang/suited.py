@@ -2,12 +2,64 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moerl.errors import RolloutError
 
 if TYPE_CHECKING:
-    from moerl.rollout.sglang.client import ServerInfo
+    from moerl.rollout.sglang.client import ServerInfo, SglangClient
+
+logger = logging.getLogger(__name__)
+
+TESTED_VERSION = "0.5.23"
+
+
+async def look_at_servers(
+    clients: Sequence[SglangClient],
+    first_version: int,
+    *,
+    needs_routes: bool,
+    needs_memory_saver: bool,
+    longest_tokens: int,
+) -> tuple[dict[str, int], list[ServerInfo]]:
+    """Labels of the weights at the start -> their version, and what each server says of itself.
+
+    A label that is a number may be another run's version, so it is replaced by one that is none.
+
+    Args:
+        clients: of all servers.
+        first_version: what their weights count as.
+        needs_routes: see `refuse_unsuited`, as for the other two.
+        needs_memory_saver: see there.
+        longest_tokens: see there.
+
+    Raises:
+        RolloutError: a server does not answer, has too little room, or was started without the routes or the memory
+            saver that are needed.
+    """
+    labels: dict[str, int] = {}
+    infos = []
+    for client in clients:
+        info = await client.server_info()
+        label = (await client.model_info()).weight_version
+        if info.version != TESTED_VERSION:
+            logger.warning("%s is SGLang %s; moerl is tested with %s", client.url, info.version, TESTED_VERSION)
+        refuse_unsuited(
+            client.url,
+            info,
+            needs_routes=needs_routes,
+            needs_memory_saver=needs_memory_saver,
+            longest_tokens=longest_tokens,
+        )
+        if label.isdigit() and int(label) != first_version:
+            label = f"start-{secrets.token_hex(4)}"
+            await client.relabel(label)
+        labels[label] = first_version
+        infos.append(info)
+    return labels, infos
 
 
 def refuse_unsuited(

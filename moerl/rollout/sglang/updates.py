@@ -5,6 +5,9 @@
 How buckets travel is a `WeightSender`'s business. One that is staged touches no server before `commit`, so an update
 that was given up leaves every server as it was. With one that is not, servers hold a mixture from the first bucket on;
 after a failure they serve nothing until a whole update has come.
+
+Servers that die cost time, not the run: where all are lost the update goes on without them if its weights are kept,
+and they get them when they come back. A server that lives and refuses is an error.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from moerl.checksums import verify_bucket
-from moerl.errors import MoerlError, RolloutError, WeightSyncError
+from moerl.errors import MoerlError, RolloutError, WeightSyncError, is_lost
 from moerl.rollout.sglang.client import MemoryTag, PauseMode, SglangClient
 from moerl.rollout.sglang.dispatcher import PAUSED, Dispatcher
 from moerl.rollout.sglang.faults import ServerError
@@ -30,6 +34,13 @@ RELEASED, MIXED = "memory is released", "weights are a mixture"
 
 _RECALL_SECONDS = 15.0
 """For a server that is out to say that it is paused."""
+_RECALL_PAUSE_SECONDS = 1.0
+"""Before servers that are out are asked again, where the update cannot begin without one."""
+
+_LOST = (
+    "nobody keeps these weights for servers that come back: see the servers' logs, resume the run from its last "
+    "checkpoint, and set weight_sync.transport.keep_copy=true, or weight_sync.transport=disk, with which it costs time"
+)
 
 _TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
 
@@ -40,6 +51,15 @@ class WeightSender(Protocol):
     @property
     def is_staged(self) -> bool:
         """Whether servers keep their old weights until `commit`."""
+        ...
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the update under way, or else the next one, can be sent again once it is committed."""
+        ...
+
+    def has(self, version: int) -> bool:
+        """Whether `replay` can send it."""
         ...
 
     async def send(self, bucket: WeightBucket, clients: Sequence[SglangClient]) -> Mapping[SglangClient, MoerlError]:
@@ -53,7 +73,10 @@ class WeightSender(Protocol):
         ...
 
     async def commit(self, version: int, clients: Sequence[SglangClient]) -> Mapping[SglangClient, MoerlError]:
-        """After the last bucket: the servers serve it under the label `str(version)`; returns those that failed."""
+        """After the last bucket: the servers serve it under the label `str(version)`; returns those that failed.
+
+        With `keeps` it is there for `replay` unless a server refused it and none took it, also where there are none.
+        """
         ...
 
     async def give_up(self, clients: Sequence[SglangClient]) -> None:
@@ -72,9 +95,13 @@ class WeightSender(Protocol):
 class Updates:
     """State of updates and memory over one dispatcher; its calls come one at a time, on the dispatcher's loop."""
 
-    def __init__(self, dispatcher: Dispatcher, sender: WeightSender, *, pause_mode: PauseMode) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, sender: WeightSender, *, pause_mode: PauseMode, wait_seconds: float = 0.0
+    ) -> None:
+        """`wait_seconds`: how long an update whose weights are not kept waits for a first server to send it to."""
         self._dispatcher = dispatcher
         self._sender = sender
+        self._wait_seconds = wait_seconds
         self._mode: PauseMode = pause_mode
         self._is_paused = False
         self._open_version: int | None = None
@@ -94,26 +121,30 @@ class Updates:
     async def pause(self) -> None:
         """Stop all servers as the mode says; a second pause does nothing. Without a fit server it is a shut gate."""
         if not self._is_paused:
-            if self._dispatcher.pool.fit:
-                await self._dispatcher.pause(self._mode)
-            self._dispatcher.pool.shut(PAUSED)
+            await self._dispatcher.pause(self._mode)
             self._is_paused = True
 
     async def resume(self) -> None:
-        """Drop an update that is not whole, and go on; with servers that hold a mixture nothing goes on."""
+        """Drop an update that is not whole, and go on; with servers that hold a mixture nothing goes on.
+
+        Raises:
+            RolloutError: none goes on, and one refused, or nobody has the weights of now any more.
+        """
         if self._open_version is not None:
             await self._give_up()
         if self._dispatcher.pool.shut_by <= {PAUSED}:
             self._is_paused = False
-            if self._dispatcher.pool.fit:
-                await self._dispatcher.resume()
-            self._dispatcher.pool.open(PAUSED)
+            was_served = bool(self._dispatcher.pool.fit)
+            await self._dispatcher.resume()
+            if was_served and self._dispatcher.is_published:
+                self._refuse_lost_weights(self._dispatcher.policy_version)
 
     async def take(self, bucket: WeightBucket) -> None:
         """One bucket; with the last one the version rises.
 
         Raises:
-            WeightSyncError: a damaged bucket, a version below the present one, a name sent twice, or no server took it.
+            WeightSyncError: a damaged bucket, a version below the present one, a name sent twice, no server took it
+                and one refused, or all were lost and the weights with them.
         """
         version = self._dispatcher.policy_version
         try:
@@ -124,11 +155,11 @@ class Updates:
             if not self._sender.is_staged and is_first:
                 await self._take_lock()
                 self._dispatcher.pool.shut(MIXED)
-                await self._recall()
+                await self._find_servers()
             if not self._sender.is_staged:
                 self._dispatcher.pool.shut(MIXED)
                 self._refuse_nobody()
-            self._drop(await self._sender.send(bucket, self._clients()))
+            self._drop(await self._sender.send(bucket, self._clients()), is_kept=self._sender.keeps)
             if bucket.is_last:
                 await self._commit(bucket.version)
         except MoerlError as error:
@@ -146,15 +177,19 @@ class Updates:
         await self._dispatcher.on_each(self._lend, "release memory")
 
     async def release_rest(self) -> None:
-        """Of servers that are out too, as far as they answer: they are on the same devices."""
+        """Of servers that are out too, as far as they answer: they are on the same devices.
+
+        One that the watch is about is waited for: it would take its memory again, or die of a token without weights.
+        """
 
         async def ask(member: Member) -> None:
-            try:
-                async with asyncio.timeout(_RECALL_SECONDS):
-                    await member.client.pause("abort")
-                    await self._lend(member.client)
-            except (MoerlError, TimeoutError) as error:
-                logger.info("%s, which is out, did not release its memory (%s)", member.name, error)
+            async with member.lock:
+                try:
+                    async with asyncio.timeout(_RECALL_SECONDS):
+                        await member.client.pause("abort")
+                        await self._lend(member.client)
+                except (MoerlError, TimeoutError) as error:
+                    logger.info("%s, which is out, did not release its memory (%s)", member.name, error)
 
         await asyncio.gather(*(ask(member) for member in self._dispatcher.pool.members if member.state == "out"))
 
@@ -248,11 +283,12 @@ class Updates:
         was_paused = self._is_paused
         await self.pause()
         await self._take_lock()
-        self._drop(await self._sender.commit(version, self._clients()))
-        if self._clients():  # a staged version without them waits for those that come back
-            await self._dispatcher.on_each(lambda client: _check_label(client, version), f"take version {version}")
-            await self._dispatcher.on_each(lambda client: self._take_back(client, ("kv_cache",)), "take cache memory")
-            await self._dispatcher.on_each(self._flush, "flush its cache")
+        is_kept = self._sender.keeps
+        self._drop(await self._sender.commit(version, self._clients()), is_kept=is_kept)
+        await self._dispatcher.on_each(lambda client: _check_label(client, version), f"take version {version}")
+        await self._dispatcher.on_each(lambda client: self._take_back(client, ("kv_cache",)), "take cache memory")
+        await self._dispatcher.on_each(self._flush, "flush its cache")
+        self._refuse_lost_weights(version)
         self._needs_cache = False
         self._dispatcher.policy_version = version
         self._dispatcher.is_published = True
@@ -282,8 +318,19 @@ class Updates:
         finally:
             self._leave_lock()
 
-    async def _recall(self) -> None:
-        """Servers that are out for want of weights, and answer, get the whole update with the others."""
+    async def _find_servers(self) -> None:
+        """Those that are out are recalled; where the weights have nowhere to go, until there is one."""
+        end = time.monotonic() + self._wait_seconds
+        while not await self._recall() and not self._dispatcher.pool.fit and not self._sender.keeps:
+            if time.monotonic() > end:
+                return
+            await asyncio.sleep(min(_RECALL_PAUSE_SECONDS, self._wait_seconds))
+
+    async def _recall(self) -> bool:
+        """Servers that are out for want of weights, and answer, get the whole update with the others.
+
+        True where one came, which may be a new process: what is open from the update before is closed.
+        """
 
         async def ask(member: Member) -> None:
             try:
@@ -295,7 +342,12 @@ class Updates:
                 return
             self._dispatcher.pool.readmit(member)
 
-        await asyncio.gather(*(ask(member) for member in self._dispatcher.pool.members if member.state == "out"))
+        asked = [member for member in self._dispatcher.pool.members if member.state == "out"]
+        await asyncio.gather(*(ask(member) for member in asked))
+        has_come = any(member.state == "fit" for member in asked)
+        if has_come:
+            await self._sender.give_up(self._clients())
+        return has_come
 
     async def _restore(self) -> None:
         """Servers that got a part of an update get the last whole one again, or stay shut."""
@@ -309,17 +361,27 @@ class Updates:
                 return
         self._dispatcher.pool.open(MIXED)
 
-    def _drop(self, failures: Mapping[SglangClient, MoerlError]) -> None:
+    def _drop(self, failures: Mapping[SglangClient, MoerlError], *, is_kept: bool) -> None:
         for member in self._dispatcher.pool.fit:
             if member.client in failures:
                 self._dispatcher.eject(member, f"it did not take the update ({failures[member.client]})")
-        if failures and not self._dispatcher.pool.fit:
-            raise RolloutError(f"no server took the update: {next(iter(failures.values()))}")
+        refused = [error for error in failures.values() if not is_lost(error)]
+        if failures and not self._dispatcher.pool.fit and (refused or not is_kept):
+            words = "" if refused else f"; {_LOST}"
+            raise RolloutError(f"no server took the update: {[*refused, *failures.values()][0]}{words}")
 
     def _refuse_nobody(self) -> None:
-        if not self._dispatcher.pool.fit:
-            why = "; ".join(f"{member.name}: {member.why_out}" for member in self._dispatcher.pool.members)
-            raise RolloutError(f"no server is fit to take it: {why}")
+        if not self._dispatcher.pool.fit and not self._sender.keeps:
+            waited = f" after {self._wait_seconds:g} s" if self._wait_seconds else ""
+            raise RolloutError(f"no server is fit to take it{waited}: {self._why_out()}")
+
+    def _refuse_lost_weights(self, version: int) -> None:
+        """Servers that come back would wait for a version that nobody can send them."""
+        if not self._dispatcher.pool.fit and not self._sender.has(version):
+            raise RolloutError(f"every server was lost after it took version {version} ({self._why_out()}); {_LOST}")
+
+    def _why_out(self) -> str:
+        return "; ".join(f"{member.name}: {member.why_out}" for member in self._dispatcher.pool.members)
 
     def _clients(self) -> list[SglangClient]:
         return [member.client for member in self._dispatcher.pool.fit]
@@ -327,6 +389,8 @@ class Updates:
     def _state(self, version: int) -> str:
         if MIXED in self._dispatcher.pool.shut_by:
             return "servers hold a part of it and serve nothing until a whole update has come: publish again"
+        if not self._dispatcher.pool.fit:
+            return "no server serves"
         return f"version {version} goes on serving"
 
 

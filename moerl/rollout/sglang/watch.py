@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -27,8 +28,8 @@ Replay = Callable[[SglangClient], Awaitable[bool]]
 Regain = Callable[[SglangClient], Awaitable[None]]
 """Let a server take the memory again that it lent, if it did."""
 
-Revive = Callable[[int, bool], Awaitable[None]]
-"""(number of a server, whether it hangs) -> start it anew if its process is dead, or if it hangs."""
+Revive = Callable[[int, bool], Awaitable[bool]]
+"""(number of a server, whether it hangs) -> start it anew if its process is dead, or if it hangs; True where it was."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class WatchSettings:
     probes_to_restart: int = 4
     """In a row that a server which is out did not answer, before it is started anew though its process lives."""
     no_server_seconds: float = 600.0
-    """After so long without any fit server, what waits fails."""
+    """After so long without any fit server, what waits fails. A start that began in this time is waited for, and after
+    one that succeeded the time begins anew."""
 
 
 class Watch:
@@ -69,6 +71,10 @@ class Watch:
         self._revive = revive
         self._tasks: list[asyncio.Task[None]] = []
         self._last_fit = time.monotonic()
+        self._last_start = -math.inf
+        """End of the last start that was waited for and succeeded."""
+        self._num_starting = 0
+        """Starts under way that are waited for."""
 
     def start(self) -> None:
         """On the running event loop."""
@@ -85,6 +91,10 @@ class Watch:
 
     async def try_return(self, member: Member) -> bool:
         """Bring an ejected server back if it is healthy and has, or gets, the weights of now."""
+        async with member.lock:
+            return await self._try_return(member)
+
+    async def _try_return(self, member: Member) -> bool:
         pool, client, ejections = self._dispatcher.pool, member.client, member.num_ejections
         if pool.shut_by:
             return False
@@ -173,24 +183,26 @@ class Watch:
         if self._revive is None:
             return
         is_hung = self._silent[member] >= self._settings.probes_to_restart
+        # one that began later does not count: servers that end again and again would be waited for without an end
+        is_waited_for = time.monotonic() - self._last_fit <= self._settings.no_server_seconds
+        self._num_starting += is_waited_for
         try:
-            await self._revive(member.client.index, is_hung)
+            if await self._revive(member.client.index, is_hung) and is_waited_for:
+                self._last_start = time.monotonic()
         except MoerlError as error:
             logger.warning("%s was not started anew (%s)", member.name, error)
+        finally:
+            self._num_starting -= is_waited_for
         if is_hung:
             self._silent[member] = 0
 
     async def _fail_what_waits(self) -> None:
-        pool = self._dispatcher.pool
+        pool, limit = self._dispatcher.pool, self._settings.no_server_seconds
         while True:
-            await asyncio.sleep(min(1.0, self._settings.no_server_seconds / 4))
+            await asyncio.sleep(min(1.0, limit / 4))
             now = time.monotonic()
             if pool.fit or not pool.num_waiting:
                 self._last_fit = now
-            elif now - self._last_fit > self._settings.no_server_seconds:
+            elif not self._num_starting and now - max(self._last_fit, self._last_start) > limit:
                 why = "; ".join(f"{member.name}: {member.why_out}" for member in pool.members)
-                pool.fail(
-                    RolloutError(
-                        f"no server was fit for {self._settings.no_server_seconds:g} s ({why}); see their logs"
-                    )
-                )
+                pool.fail(RolloutError(f"no server was fit for {limit:g} s ({why}); see their logs"))

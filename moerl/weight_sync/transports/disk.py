@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moerl.errors import ConfigError, WeightSyncError
+from moerl.errors import ConfigError, WeightSyncError, is_lost
 from moerl.types import WeightBucket
 from moerl.weight_sync.servers import Failures, SenderPlace, WeightServer, differing, on_each, shape_of
 from moerl.weight_sync.transport import HandOver, transports
@@ -39,6 +39,7 @@ class DiskSender:
     """Sends to servers that read the same folder."""
 
     is_staged = True
+    keeps = True
 
     def __init__(self, cfg: DiskConfig, place: SenderPlace) -> None:
         """Nothing is written yet."""
@@ -59,6 +60,8 @@ class DiskSender:
     async def commit(self, version: int, servers: Sequence[WeightServer]) -> Failures:
         """Name the folder, and have every server load it at once; the folder before it goes once one has.
 
+        Where no server refused, but all were lost or there were none, the next one to come loads it.
+
         Raises:
             WeightSyncError: the disk refuses, or does not hold what was written.
         """
@@ -68,7 +71,7 @@ class DiskSender:
         loaded, failures = await on_each(servers, lambda server: load(server, str(path), version))
         if self._is_checked:
             failures |= await self._compare(list(loaded))
-        if len(failures) < len(servers) or not servers:  # without servers the next one to come loads it
+        if len(failures) < len(servers) or all(is_lost(error) for error in failures.values()):
             await asyncio.to_thread(self._versions.keep, version)
             self._num_updates += 1
         return failures
@@ -78,9 +81,13 @@ class DiskSender:
         del servers
         await asyncio.to_thread(self._versions.drop)
 
+    def has(self, version: int) -> bool:
+        """Whether its folder is there."""
+        return self._versions.version == version
+
     async def replay(self, server: WeightServer, version: int) -> bool:
         """Load the folder of `version` again, if it is there."""
-        if self._versions.version != version:
+        if not self.has(version):
             return False
         await load(server, str(self._versions.path(version)), version)
         return True

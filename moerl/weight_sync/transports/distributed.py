@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moerl.errors import ConfigError, MoerlError
+from moerl.errors import ConfigError, MoerlError, is_lost
 from moerl.weight_sync.flat import FlatEntry
 from moerl.weight_sync.live import LiveSender, default_device
-from moerl.weight_sync.servers import Failures, SenderPlace, ServerLostError, WeightServer, is_lost, on_each
+from moerl.weight_sync.servers import Failures, SenderPlace, ServerLostError, WeightServer, on_each
 from moerl.weight_sync.transport import HandOver, transports
 from moerl.weight_sync.transports.disk import check_interval
 from moerl.weight_sync.update_group import BACKENDS, Rendezvous, UpdateGroup

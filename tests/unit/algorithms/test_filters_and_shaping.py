@@ -135,6 +135,16 @@ def test_duplicates_punish_copies_within_a_group_only():
     assert shaped.tolist() == [0.0, 0.0, -0.5, -0.5, -0.5, 0.0]
 
 
+def test_an_answer_without_a_verdict_is_no_first_of_its_copies():
+    """It is no sample: its twin trains, loses nothing, and the mean speaks of samples alone."""
+    unscored, twin, copy = trajectory(math.nan), trajectory(1.0), trajectory(0.0)
+    shaped, metrics = build_shaping([{"name": "duplicates", "penalty": -0.5}])([group(unscored, twin, copy, unscored)])
+    assert shaped.tolist() == [0.0, 0.0, -0.5, 0.0]
+    assert to_floats(metrics) == {"reward/shaping_duplicates": -0.25}
+    kept, _ = build_filters([{"name": "duplicates"}]).members(group(unscored, twin, copy, unscored))
+    assert kept.tolist() == [True, True, False, True]
+
+
 def test_terms_add_up_and_none_is_zero():
     nodes = [{"name": "overlong", "max_tokens": 4, "buffer_fraction": 0.5}, {"name": "repetition", "n": 1}]
     shaped, metrics = build_shaping(nodes)([group(trajectory(response=(5, 5, 5, 5)))])

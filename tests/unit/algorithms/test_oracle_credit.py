@@ -86,6 +86,14 @@ CASES = {
         {**center("none"), "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.2}},
         dataclasses.replace(RAW, kl=0.2, per_token=True),
     ),
+    "entropy beside kl in tokens' returns": (
+        {
+            **center("none"),
+            "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.2},
+            "entropy": {"place": "reward", "coefficient": 0.2},
+        },
+        dataclasses.replace(RAW, kl=0.2, per_token=True, entropy=0.2),
+    ),
     "gae": (
         {**VALUE, **center("value", gae_lambda=0.5, gamma=0.9), "entropy": {"place": "reward", "coefficient": 0.1}},
         Credit(lam=lambda n: 0.5, gamma=0.9, entropy=0.1),

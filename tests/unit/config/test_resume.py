@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from moerl.config.load import as_dict, config_from_dict
 from moerl.config.overlay import every_key
 from moerl.config.resume import RESUME_MAY_CHANGE, RESUME_MUST_STAY, check_resume, config_differences, may_change
 from moerl.errors import ConfigError
+from moerl.rollout.engines.sglang_engine import SglangEngineConfig
 
 VALUES = {
     "run": {"name": "demo", "num_steps": 10},
@@ -36,6 +39,23 @@ def test_allowed_changes_pass():
         evaluation={"interval_steps": 1},
     )
     check_resume(config(), new)
+
+
+def test_servers_may_be_others():
+    """A cluster gives a job that it starts again other hosts."""
+
+    def served(**engine):
+        return config(rollout={"engine": {"name": "sglang", **engine}})
+
+    old = served(urls=["http://a:30000", "http://b:30000"], num_retries=5)
+    check_resume(old, served(urls=["http://c:30000"], key_file="key", request_timeout_seconds=60.0, num_retries=9))
+    check_resume(old, served(servers={"num_servers": 2}))
+    check_resume(served(servers={"tensor": 2}), served(servers={"tensor": 4, "expert": 4}, no_server_seconds=1200.0))
+    for fixed in ({"precision": "fp32"}, {"pause_mode": "retract"}, {"routes": "always"}, {"resume_aborted": False}):
+        with pytest.raises(ConfigError, match=rf"rollout\.engine\.{next(iter(fixed))}"):
+            check_resume(old, served(urls=["http://a:30000", "http://b:30000"], num_retries=5, **fixed))
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.name"):
+        check_resume(old, config())
 
 
 def test_refused_changes_are_all_listed_with_both_values():
@@ -96,7 +116,7 @@ def test_differences_see_list_lengths_and_types():
 
 
 def test_every_pattern_names_existing_keys():
-    keys = list(every_key())
+    keys = [*every_key(), *(f"rollout.engine.{one.name}" for one in dataclasses.fields(SglangEngineConfig))]
     for pattern in (*RESUME_MAY_CHANGE, *RESUME_MUST_STAY):
         prefix = pattern.removesuffix("*")
         assert any(key == pattern or (pattern.endswith("*") and key.startswith(prefix)) for key in keys), pattern

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 
 import pytest
+import tiny_models
 import torch
 
 from moerl.config.schema import ModelSection, ParallelSection, PrecisionSection
 from moerl.errors import ConfigError
+from moerl.models.family import YARN_ATTRIBUTES
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,7 @@ WRONG = {
     "forced_balance": {"moe_router_force_load_balancing": True},
     "sinks": {"softmax_type": "off-by-one"},
     "linear_attention": {"experimental_attention_variant": "gated_delta_net", "tensor_model_parallel_size": 2},
+    "fused_yarn": {"apply_rope_fusion": True, "yarn_rotary_scaling_factor": 32.0},
     "saved_activations": {"distribute_saved_activations": True},
     "allgather": {"moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 2},
     "flex": {"moe_token_dispatcher_type": "flex"},
@@ -51,7 +54,7 @@ def config_of(fields, **changes):
 
     config = TransformerConfig(**fields)
     for name, value in changes.items():
-        assert hasattr(config, name), name
+        assert hasattr(config, name) or name in YARN_ATTRIBUTES, name
         setattr(config, name, value)
     return config
 
@@ -106,6 +109,8 @@ def test_what_the_learner_asks_for_passes(fields):
     refuse_silent_faults(config_of(fields, **good), use_te=False)
     with_te = {"fp8": "hybrid", "window_size": (128, 0), "softmax_type": "learnable"}
     refuse_silent_faults(config_of(fields, **with_te), use_te=True)
+    refuse_silent_faults(config_of(fields, apply_rope_fusion=True), use_te=True)
+    refuse_silent_faults(config_of(fields, apply_rope_fusion=True, yarn_rotary_scaling_factor=1.0), use_te=True)
     refuse_silent_faults(config_of(fields, multi_latent_attention=True, layernorm_epsilon=1e-6), use_te=True)
     refuse_silent_faults(config_of(fields, multi_latent_attention=True, layernorm_epsilon=1e-5), use_te=False)
 
@@ -154,6 +159,20 @@ def test_local_layers_run_experts_one_after_the_other(kit, tiny_folder):
     model = unwrap(build_chunks(source, config, layout)[0])
     names = {type(module).__name__ for module in model.modules()}
     assert ("SequentialMLP" in names) == (not uses_transformer_engine())
+
+
+def test_yarn_is_never_rotated_by_the_fused_kernel(tmp_path, monkeypatch):
+    """Of packed sequences it drops YaRN's factor (1.35 at a scale of 32), by which attention's scores are too small."""
+    from moerl.mcore import model as room
+    from moerl.mcore.parallel import initialize_parallel
+
+    monkeypatch.setattr(room, "uses_transformer_engine", lambda: True)
+    layout = initialize_parallel(ParallelSection(), 0)
+    section = ModelSection(path=str(tiny_models.save_model(tmp_path / "m", "fused")))  # gpt-oss
+    source = room.read_source(section)
+    config = room.transformer_config(source, section=section, precision=PrecisionSection(), parallel=layout)
+    assert source.kwargs["position_embedding_type"] == "yarn"
+    assert not config.apply_rope_fusion
 
 
 def test_no_padding_mask_no_labels_and_parallel_logits(kit, tiny_folder, monkeypatch):

@@ -43,6 +43,7 @@ class Play:
         self.version = 0
         self.fails: set[int] = set()
         self.too_long: set[int] = set()
+        self.aborted: set[int] = set()
         self.requests: list[tuple[str, int]] = []
 
     async def run(self, prompt, engine, params, request_id):
@@ -51,6 +52,7 @@ class Play:
         if row in self.fails:
             raise RolloutError(f"request {request_id}: lost")
         count = 0 if row in self.too_long else row % 4 + 1
+        status = "aborted" if row in self.aborted else "ok" if count else "too_long"
         return Trajectory(
             token_ids=np.arange(3 + count, dtype=np.int32),
             loss_mask=np.arange(3 + count) >= 3,
@@ -58,7 +60,8 @@ class Play:
             temperature=1.0,
             finish_reason="length" if count == 4 else "stop",
             version_spans=((3, 3 + count, self.version),) if count else (),
-            status="ok" if count else "too_long",
+            status=status,
+            error=f"request {request_id} was aborted 9 times" if status == "aborted" else "",
         )
 
 
@@ -220,6 +223,23 @@ def test_too_many_failures_stop_the_run_and_say_what_failed(stage):
         make(max_error_fraction=0.2).take(0, 0)
     env.fails = {6}
     assert len(make(max_error_fraction=0.25).take(0, 0)[0]) == 3, "exactly the allowed share is allowed"
+
+
+def test_answers_that_the_engine_aborts_are_counted_and_bounded_as_failures(stage):
+    """Before, an engine that aborts all of them gave step after step of nothing, and exit status 0."""
+    _, env, make = stage
+    env.aborted = {1, 2}
+    groups, metrics = make(max_error_fraction=0.5).take(0, 0)
+    values = to_floats(metrics)
+    assert ids(groups) == ["p/0", "p/3"]
+    assert (values["rollout/aborted"], values["rollout/errors"], values["rollout/filter/all_failed"]) == (4, 0, 2)
+    assert values["reward/mean"] == 1.5, "they have no reward"
+    env.aborted, env.fails = {4, 5}, {6}
+    message = (
+        r"step 1: 6 of 8 episodes failed.* allows \(4 aborted, 2 RolloutError; first: request p/4#0 was aborted 9 times"
+    )
+    with pytest.raises(RolloutError, match=message):
+        make(max_error_fraction=0.5).take(1, 0)
 
 
 def test_saved_state_goes_on_where_it_was(stage):

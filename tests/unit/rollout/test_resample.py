@@ -20,8 +20,9 @@ def prompt(name):
 class Scripted:
     """The answer to a prompt at a sample index is a token that `answer` tells."""
 
-    def __init__(self, answer):
+    def __init__(self, answer, status="ok"):
         self.answer = answer
+        self.status = status
         self.asked = []
 
     def collect(self, prompts, *, step, group_size, params, first_indices):
@@ -37,6 +38,8 @@ class Scripted:
             temperature=1.0,
             finish_reason="stop",
             version_spans=((1, 3, 0),),
+            status=self.status,
+            reward=float("nan") if self.status == "error" else 0.0,
         )
 
 
@@ -52,6 +55,14 @@ def test_copies_are_replaced_and_others_stay():
     assert len(inner.asked) == 5
     assert to_floats(collector.take()) == {"rollout/resampled": 2.0}
     assert to_floats(collector.take()) == {"rollout/resampled": 0.0}
+
+
+def test_failed_episodes_are_no_copies_of_one_another():
+    """They would be drawn anew, and an engine or a judge that fails would not be seen."""
+    inner = Scripted(lambda name, index: 5, status="error")
+    groups = ResamplingCollector(inner, copies, 3).collect([prompt("a")], step=1, group_size=3, params=PARAMS)
+    assert len(inner.asked) == 3
+    assert all(t.status == "error" for t in groups[0].trajectories)
 
 
 def test_what_is_still_a_copy_after_the_rounds_stays():

@@ -12,6 +12,8 @@ from fake_servers import QUICK_WATCH, SLOW, dispatching, prompt_of, should_sampl
 from moerl.errors import RolloutError
 from moerl.rollout.fake_engine.serving import FakeServer
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
+from moerl.rollout.sglang.client import SglangClient
+from moerl.rollout.sglang.pool import Pool
 from moerl.rollout.sglang.watch import WatchSettings
 from moerl.types import SamplingParams
 
@@ -89,6 +91,67 @@ def test_what_waits_fails_when_no_server_comes_back():
             asyncio.run(main())
 
 
+DEAD = [{"kind": "drop", "endpoint": f"/{name}", "times": -1} for name in ("generate", "health")]
+
+
+def test_what_waits_does_not_fail_while_a_server_is_being_started():
+    """Before, the run ended at `no_server_seconds` although moerl was still starting the server."""
+    with FakeServer(faults=DEAD) as server:
+
+        async def revive(index, is_hung):
+            await asyncio.sleep(3.0)
+            server.set_faults()
+            return True
+
+        async def main():
+            patient = WatchSettings(first_probe_seconds=0.02, longest_probe_seconds=0.1, no_server_seconds=2.0)
+            async with dispatching([server], watch=True, watch_settings=patient, revive=revive) as d:
+                return await d.generate(PROMPT, SamplingParams(6, seed=1), "p#0")
+
+        np.testing.assert_array_equal(asyncio.run(main()).token_ids, should_sample(PROMPT, 6, seed=1)[0])
+
+
+@pytest.mark.parametrize("comes_up", [True, False])
+def test_servers_that_are_started_again_and_again_are_not_waited_for_without_an_end(comes_up):
+    with FakeServer(faults=DEAD) as server:
+
+        async def revive(index, is_hung):
+            await asyncio.sleep(0.3)
+            if not comes_up:
+                raise RolloutError("it was not healthy")
+            return True
+
+        async def main():
+            soon = WatchSettings(first_probe_seconds=0.02, longest_probe_seconds=0.1, no_server_seconds=0.5)
+            async with dispatching([server], watch=True, watch_settings=soon, revive=revive) as d:
+                await asyncio.wait_for(d.generate(PROMPT, SamplingParams(4), "p#0"), 60)
+
+        with pytest.raises(RolloutError, match=r"no server was fit for 0.5 s"):
+            asyncio.run(main())
+
+
+def test_times_without_a_server_are_summed(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr("moerl.rollout.sglang.pool.monotonic", lambda: now[0])
+    pool = Pool([SglangClient(f"http://127.0.0.1:{port}") for port in (1, 2)], capacity=1, slack=0)
+    one, other = pool.members
+    spent = []
+    for seconds, happens in (
+        (1.0, lambda: pool.eject(one, "the test")),
+        (2.0, lambda: pool.eject(other, "the test")),
+        (4.0, lambda: pool.eject(other, "it is out already")),
+        (8.0, lambda: pool.readmit(one)),
+        (16.0, lambda: pool.readmit(other)),
+        (32.0, lambda: pool.eject(one, "the test")),
+        (64.0, lambda: pool.eject(other, "the test")),
+        (128.0, lambda: None),
+    ):
+        now[0] += seconds
+        happens()
+        spent.append(pool.seconds_without_fit)
+    assert spent == [0, 0, 4, 12, 12, 12, 12, 140]
+
+
 def test_weights_of_another_trainer_are_no_answer():
     with FakeServer() as server:
 
@@ -162,6 +225,7 @@ def test_a_server_that_stays_silent_is_started_anew_though_its_process_lives():
             asked.append(is_hung)
             if is_hung:
                 server.set_faults()
+            return is_hung
 
         async def main():
             async with dispatching([server], watch=True, health_seconds=0.1, revive=revive) as d:

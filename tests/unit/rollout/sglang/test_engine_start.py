@@ -13,9 +13,11 @@ import pytest
 from fake_servers import LAYOUT, prompt_of
 
 from moerl.errors import RolloutError
+from moerl.protocols import Stalling
 from moerl.rollout.engine import ServedModel
 from moerl.rollout.engines.sglang_engine import SglangEngine, SglangEngineConfig
 from moerl.rollout.fake_engine.serving import FakeServer
+from moerl.rollout.sglang.restarts import Restarts
 from moerl.types import SamplingParams
 from moerl.weight_sync.servers import SenderPlace
 from moerl.weight_sync.transports.disk import DiskConfig, DiskSender
@@ -48,6 +50,38 @@ def test_a_server_that_hangs_is_started_anew_and_one_that_lives_is_left(launchin
     asyncio.run(engine._revive(0, True))
     assert fake_sglang.pids(tmp_path)[0] != first
     assert not fake_sglang.is_alive(first)
+
+
+def test_a_server_that_lives_is_not_kept_waiting_while_another_starts():
+    """Before, one that was ready to come back stood behind the start of the other, minutes long."""
+
+    class Launched:
+        def __init__(self) -> None:
+            self.begun, self.may_end = threading.Event(), threading.Event()
+
+        def dead(self) -> dict[int, str]:
+            return {0: "it was killed"}
+
+        def restart(self, index: int) -> None:
+            assert index == 0
+            self.begun.set()
+            assert self.may_end.wait(60)
+
+    launched = Launched()
+    restarts = Restarts(launched, lambda: False)  # pyright: ignore[reportArgumentType]
+
+    async def main():
+        starts = asyncio.create_task(restarts.revive(0, is_hung=False))
+        try:
+            await asyncio.to_thread(launched.begun.wait, 60)
+            assert not await asyncio.wait_for(restarts.revive(1, is_hung=False), 20)
+            assert not starts.done()
+        finally:
+            launched.may_end.set()
+        assert await starts
+        assert restarts.count == 1
+
+    asyncio.run(main())
 
 
 def test_closing_while_servers_start_leaves_no_thread_behind(launching, tmp_path, monkeypatch):
@@ -101,7 +135,10 @@ def test_a_closed_engine_starts_nothing_and_waits_for_nothing(tmp_path):
         sender = DiskSender(DiskConfig(), SenderPlace(tmp_path / "engine_weights", tmp_path))
         model = ServedModel(tmp_path, tmp_path, 320, LAYOUT, wants_routes=False)
         engine = SglangEngine(cfg, served_model=model, sender=sender)
+        assert isinstance(engine, Stalling)
+        assert engine.stalled_seconds == 0
         asyncio.run(engine.generate(prompt_of(5), SamplingParams(3), "p#0"))
+        assert engine.stalled_seconds == 0
         loop = engine._loop
         engine.close()
         assert loop.is_closed()

@@ -145,6 +145,32 @@ def test_a_server_that_is_out_lends_too_and_takes_its_memory_before_anything_run
         assert [server.state()["num_restarts"] for server in (a, b)] == [0, 0]
 
 
+@pytest.mark.parametrize("slow", ["/continue_generation", "/health"])
+def test_a_server_that_is_asked_to_come_back_lends_its_memory_after_that(tmp_path, slow):
+    """The watch would let it go on and ask for a token after its weights were released, of which SGLang dies."""
+    with FakeServer(LENDS) as a, FakeServer(LENDS) as b, engine_over(tmp_path, a, b, transport="disk") as engine:
+
+        async def main():
+            await publish(engine, 1)
+            b.set_faults({"kind": "slow", "endpoint": slow, "seconds": 0.5, "times": -1})
+            asked = b.state()["counts"].get(slow, 0)
+            pool = engine._dispatcher.pool
+            engine._loop.call_soon_threadsafe(pool.eject, pool.members[1], "the test")
+            await until(lambda: b.state()["counts"].get(slow, 0) > asked and pool.members[1].state == "out")
+            await engine.set_memory(released=True)
+            assert b.state()["released"] == ["kv_cache", "weights"]
+            await asyncio.sleep(1.0)
+            assert b.state()["released"] == ["kv_cache", "weights"]
+            assert b.state()["num_restarts"] == 0
+            b.set_faults()
+            await engine.set_memory(released=False)
+            await publish(engine, 2)
+            await assert_all_serve(engine, 2, a, b)
+
+        asyncio.run(main())
+        assert [server.state()["num_restarts"] for server in (a, b)] == [0, 0]
+
+
 def test_memory_is_released_and_taken_no_more_than_once(tmp_path):
     with FakeServer(LENDS) as server, engine_over(tmp_path, server, transport="disk") as engine:
 
