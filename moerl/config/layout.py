@@ -63,13 +63,18 @@ def _model(axes: ParallelSection, hf: Mapping[str, Any]) -> Iterator[str]:
     limits = (
         ("parallel.expert is", axes.expert, "experts", experts),
         ("parallel.tensor is", axes.tensor, "attention heads", hf.get("num_attention_heads")),
-        ("parallel.tensor is", axes.tensor, "key-value heads", hf.get("num_key_value_heads")),
         ("parallel.expert_tensor is", axes.expert_tensor, "rows of an expert", hf.get("moe_intermediate_size")),
         (cuts, stages, "layers", hf.get("num_hidden_layers")),
     )
     for name, size, what, number in limits:
         if isinstance(number, int) and number % size:
             yield f"{name} {size}, but must divide the model's {number} {what}"
+    groups = hf.get("num_key_value_heads")
+    if isinstance(groups, int) and groups % axes.tensor and axes.tensor % groups:
+        yield (
+            f"parallel.tensor is {axes.tensor}, but must divide the model's {groups} key-value heads, or be a multiple "
+            "of them (ranks then hold parts of one)"
+        )
 
 
 def _samples(cfg: RunConfig, world_size: int) -> Iterator[str]:

@@ -84,7 +84,8 @@ def legal_layouts(processes: int, *, layers: int = 4, key_value_heads: int = 2) 
     sizes = [size for size in range(1, processes + 1) if processes % size == 0]
     for tensor, context, pipeline, expert, expert_tensor, virtual in itertools.product(*[sizes] * 5, (1, 2)):
         fits = processes % (tensor * context * pipeline) == processes % (expert * expert_tensor * pipeline) == 0
-        fits = fits and key_value_heads % tensor == 0 and layers % (pipeline * virtual) == 0
+        fits = fits and not (key_value_heads % tensor and tensor % key_value_heads)
+        fits = fits and layers % (pipeline * virtual) == 0
         if fits and (virtual == 1 or pipeline > 1):
             axes = {
                 "tensor": tensor,

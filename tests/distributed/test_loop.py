@@ -38,6 +38,7 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dp4_few": ("few", ()),
     "pp2_few": ("few", ("parallel.pipeline=2",)),
     "tp2_ep2": ("grpo", ("parallel.tensor=2", "parallel.expert=2")),
+    "tp4": ("gspo", ("parallel.tensor=4",)),
     "pp2": ("rspo", ("parallel.pipeline=2",)),
     "tp2_pp2": ("ppo", ("parallel.tensor=2", "parallel.pipeline=2")),
     "pp2_vpp2": ("gspo", ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
