@@ -24,11 +24,10 @@ HELP = """Serve SGLang's HTTP API (0.5.23) without a model, for tests of what ta
   moerl fake-engine --num-layers 48 --num-experts 128 --experts-per-token 8      routes of another model's shape
   moerl fake-engine --faults '[{"kind": "status", "status": 503, "times": 3}]'    the first three requests are refused
 
-A run against it (the numbers are those of the demo's policy):
+A run against it (CONFIG: configs/demo/gspo.yaml, to whose policy these numbers belong):
 
   moerl fake-engine --port 30000 --vocab-size 38 --num-layers 2 --num-experts 16 --experts-per-token 2
-  moerl train configs/demo/gspo.yaml run.name=fake run.num_steps=2 weight_sync.transport=disk \\
-    'rollout.engine={name: sglang, urls: ["http://127.0.0.1:30000"]}'
+  moerl train CONFIG weight_sync.transport=disk 'rollout.engine={name: sglang, urls: ["http://127.0.0.1:30000"]}'
 
 Tokens, logprobs and routes are pure functions of the weights' label, the seed and the position, so a test knows what
 must come. Faults are rules: each has a kind, an endpoint (/generate), and how many calls it hits (`times`, `after`,

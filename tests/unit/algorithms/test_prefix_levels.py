@@ -210,9 +210,10 @@ def test_k1_in_the_loss_only_by_force():
 
 def test_signed_makes_rewards_plus_and_minus_one():
     rewards = [1.0, 0.0, 0.3, math.nan]
-    answers_ = SimpleNamespace(trajectories=[SimpleNamespace(reward=reward) for reward in rewards])
+    found = [SimpleNamespace(reward=reward, is_scored=not math.isnan(reward)) for reward in rewards]
+    answers_ = SimpleNamespace(trajectories=found)
     shape = build_shaping([{"name": "signed"}])
-    shaped, _ = shape([answers_])  # pyright: ignore[reportArgumentType]: a group needs no more than rewards here
+    shaped, _ = shape([answers_])  # pyright: ignore[reportArgumentType]: a group needs no more than verdicts here
     assert shaped[:3].tolist() == pytest.approx([0.0, -1.0, 0.7])
     assert math.isnan(shaped[3])
     stricter, _ = build_shaping([{"name": "signed", "threshold": 0.5}])([answers_])  # pyright: ignore[reportArgumentType]
