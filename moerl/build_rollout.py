@@ -222,11 +222,14 @@ def build_rollout_side(
         # One gate: training's episodes go on meanwhile, and evaluation's are to wait for their turn in front of it.
         gate = asyncio.Semaphore(at_once) if train_engine is eval_engine else None
         hooks, scorer = CollectorHooks(runner=thread, gate=gate), data.scorer.apart()
-        collector = _collector(cfg, data, train_engine, hooks)
+        collector = _collector(cfg, data, train_engine, hooks, _max_concurrency(train_engine))
         eval_collector = _collector(cfg, replace(data, scorer=scorer), eval_engine, hooks, at_once)
         return RolloutSide(train_engine, eval_engine, collector, eval_collector, sampling, thread, scorer)
     runner = asyncio.Runner()
-    collector = _collector(cfg, data, train_engine, CollectorHooks(on_span=on_span, runner=runner))
+    # An episode keeps its place while a tool runs, so of those that call some twice as many are let in.
+    more = 2 if environments.get(cfg.rollout.environment["name"]).traits.get("multi_turn") else 1
+    hooks = CollectorHooks(on_span=on_span, runner=runner)
+    collector = _collector(cfg, data, train_engine, hooks, more * _max_concurrency(train_engine))
     eval_collector = _collector(cfg, data, eval_engine, CollectorHooks(runner=runner), at_once)
     return RolloutSide(train_engine, eval_engine, collector, eval_collector, sampling)
 
@@ -382,11 +385,7 @@ def _max_concurrency(engine: RolloutEngine) -> int:
 
 
 def _collector(
-    cfg: RunConfig,
-    data: Data,
-    engine: RolloutEngine,
-    hooks: CollectorHooks | None,
-    max_concurrency: int = MAX_CONCURRENCY,
+    cfg: RunConfig, data: Data, engine: RolloutEngine, hooks: CollectorHooks | None, max_concurrency: int
 ) -> Collector:
     return Collector(
         engine=engine,

@@ -139,7 +139,8 @@ class RolloutSection:
     `resume`: train on what is finished and let them go on over updates (an engine that aborts at an update is asked to
     continue), to be waited for only when they would become too old; `drop` them then, and count them."""
     timeout_seconds: float = 600.0
-    """Of one episode; a late one becomes a trajectory with status `error`. It does not run while no server is fit."""
+    """Of one episode; a late one becomes a trajectory with status `error`. It runs from when the engine has a place for
+    it, and not while no server is fit."""
 
 
 @dataclass

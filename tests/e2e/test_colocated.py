@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
 from served_runs import SERVED, SMALL
 
 from moerl.build import build_run
 from moerl.configure import load
+from moerl.errors import MoerlError
 from moerl.loop import train
 from moerl.rollout.fake_engine.serving import FakeServer
 
@@ -22,6 +24,7 @@ STEP = [
     "/pause_generation",
     "/update_weights_from_disk",
     "/resume_memory_occupation",
+    "/update_weight_version",
     "/flush_cache",
     "/continue_generation",
 ]
@@ -50,3 +53,22 @@ def test_memory_is_lent_after_the_rollout_and_taken_back_weights_first(tmp_path)
         assert calls[calls.index(STEP[3]) - 3 :] == STEP * 2
         assert server.state()["released"] == []
         assert server.state()["label"] == "2"
+
+
+def test_a_run_on_a_server_that_lends_to_a_run_that_ended_does_nothing(tmp_path):
+    with FakeServer(replace(SERVED, memory_saver=True)) as server:
+        server.call(lambda app: app.state.note_update(b"", "lent-0123abcd"))
+        server.call(lambda app: app.state.released.update(("kv_cache", "weights")))
+        engine = json.dumps({"name": "sglang", "urls": [server.url], "release_memory": True})
+        place = [f"rollout.engine={engine}", f"run.output_dir={tmp_path}", "run.name=run"]
+        run = build_run(load("configs/demo/gspo.yaml", [*SMALL, *place]))
+        assert run is not None
+        words = f"server {server.url} still lends its memory to a run that ended .*: restart that server"
+        try:
+            with pytest.raises(MoerlError, match=words):
+                train(run.rooms, run.schedule, run.resume_from)
+        finally:
+            run.close()
+        assert server.state()["calls"] == []
+        assert set(server.state()["counts"]) == {"/model_info"}
+        assert server.state()["num_restarts"] == 0

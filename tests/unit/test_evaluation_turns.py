@@ -1,4 +1,4 @@
-"""Held-out episodes take turns in front of the engine, so that no deadline runs while one waits to be served."""
+"""Episodes take turns in front of the engine, so that no deadline runs while one waits to be served."""
 
 from __future__ import annotations
 
@@ -60,6 +60,35 @@ def test_no_more_held_out_episodes_begin_than_the_engine_serves_at_once(name, st
         assert served.calls == 3 * NUM_PROMPTS
         assert values["eval/errors_greedy"] == values["eval/errors_sampled"] == 0
         assert served.most == at_once
+
+
+TOOLS = (
+    "rollout.environment={name: tool_use, tools: [{name: calculator}], call_open: '\\boxed{', call_close: '}', "
+    "body: argument, results: text, result_close: ';', error_text: '?', max_turns: 3, scored: all}",
+)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("environment", "times"), [((), 1), (TOOLS, 2)], ids=["once", "tools"])
+def test_training_episodes_take_turns_too(environment, times, name, staleness, tmp_path, monkeypatch):
+    """Before, all of a step began at once, and those that waited in the engine for a wave or two came late. An episode
+    that calls tools keeps its place while they run; so on policy twice as many of those are let in.
+    """
+    engine, node, at_once = ENGINES[name]
+    served = Served()
+    monkeypatch.setattr(engine, "generate", lambda _, *given: served.generate(*given))
+    place = (f"rollout.engine={json.dumps(node)}", f"run.output_dir={tmp_path}", "weight_sync.transport=disk")
+    if name == "local":
+        place = place[:2]
+    overrides = [*SMALL, *place, *environment, f"rollout.max_staleness={staleness}"]
+    cfg = load("configs/demo/grpo_r3.yaml", [*overrides, "algorithm.routing=none"])
+    with closing(load_data(cfg)) as data, closing(build_rollout_side(cfg, data)) as side:
+        prompts = data.train[0].prompts[:NUM_PROMPTS]
+        groups = side.collector.collect(prompts, step=1, group_size=2, params=side.sampling)
+        assert {trajectory.status for group in groups for trajectory in group.trajectories} == {"ok"}
+        assert served.calls == 2 * NUM_PROMPTS
+        assert served.most == at_once * (1 if staleness else times)
 
 
 def test_ahead_of_training_episodes_of_both_kinds_take_turns_together(tmp_path, monkeypatch):

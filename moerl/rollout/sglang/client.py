@@ -32,7 +32,7 @@ class ClientTimeouts:
     """Pause (which waits for what runs), continue, begin, end, flush, memory, checksums."""
     update_seconds: float = 600.0
     """One weight bucket, a load from disk, or the building of a group."""
-    health_seconds: float = 15.0
+    health_seconds: float = 25.0
     """The server's own limit for a reply of its scheduler is 20 s; a busy machine needs several."""
 
 
@@ -105,6 +105,8 @@ class SglangClient:
             max_answer_bytes=max_answer_bytes,
         )
         self.index = index
+        self.held_label: str | None = None
+        """Goes with updates in place of their version, while not all of the server's memory is there (`lending.py`)."""
 
     @property
     def url(self) -> str:
@@ -188,7 +190,7 @@ class SglangClient:
             WeightSyncError: the server refused; it then loads the folder that it had before.
         """
         body = {"model_path": model_path, "flush_cache": flush_cache, "keep_pause": keep_pause}
-        body |= _given(weight_version=_label(weight_version), load_format=load_format)
+        body |= _given(weight_version=self._label(weight_version), load_format=load_format)
         await self._update("/update_weights_from_disk", body)
 
     async def update_from_tensor(
@@ -210,7 +212,7 @@ class SglangClient:
             selector: which of target and draft model.
         """
         body = {"serialized_named_tensors": list(serialized), "flush_cache": flush_cache, "selector": selector}
-        body |= _given(weight_version=_label(weight_version), load_format=load_format)
+        body |= _given(weight_version=self._label(weight_version), load_format=load_format)
         await self._update("/update_weights_from_tensor", body)
 
     async def init_group(
@@ -262,7 +264,7 @@ class SglangClient:
             "flush_cache": flush_cache,
             "selector": selector,
         }
-        body |= _given(weight_version=_label(weight_version), load_format=load_format)
+        body |= _given(weight_version=self._label(weight_version), load_format=load_format)
         await self._update("/update_weights_from_distributed", body)
 
     async def destroy_group(self, group_name: str) -> None:
@@ -288,13 +290,13 @@ class SglangClient:
             raise WeightSyncError(str(self._shape_fault(endpoint, answer, "per_engine_checksum and ranks[].checksums")))
         return Checksum(engine, tuple(table for table in tables if table is not None))
 
-    async def health(self) -> bool:
-        """Whether the server's scheduler answers; takes a second or more. Raises nothing that a server can cause."""
-        try:
-            await self._connection.post("/health", None, seconds=self.timeouts.health_seconds, method="GET")
-        except ServerError:
-            return False
-        return True
+    async def check_health(self) -> None:
+        """Have the server's scheduler answer; takes a second or more.
+
+        Raises:
+            ServerError: it did not; of kind `lost` where its process may be gone.
+        """
+        await self._connection.post("/health", None, seconds=self.timeouts.health_seconds, method="GET")
 
     async def model_info(self) -> ModelInfo:
         """What is served, and the live label of its weights."""
@@ -372,6 +374,9 @@ class SglangClient:
             raise self._shape_fault(endpoint, answer, "success")
         return answer
 
+    def _label(self, version: int | None) -> str | None:
+        return None if version is None else self.held_label or str(version)
+
     def _object(self, endpoint: str, answer: Any) -> dict[str, Any]:
         if not isinstance(answer, dict):
             raise self._shape_fault(endpoint, answer, "a JSON object")
@@ -388,10 +393,6 @@ async def _as_sync_error(call: Awaitable[dict[str, Any]]) -> dict[str, Any]:
         return await call
     except ServerError as fault:
         raise WeightSyncError(str(fault)) from fault
-
-
-def _label(version: int | None) -> str | None:
-    return None if version is None else str(version)
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A request takes a lane of the pool, is sent, and its answer is read. What a server did to it decides what follows: a
 lost, broken or late one sends it elsewhere under a new rid (nothing of the first attempt is kept, so nothing counts
-twice), a busy one is asked again later, an aborted one is continued from its own tokens, and a wrong request or a wrong
+twice), a busy one is asked again until it has room, an aborted one is continued from its own tokens, and a wrong request or a wrong
 answer is raised. Everything runs on one event loop.
 """
 
@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 PAUSED, NO_WEIGHTS = "paused", "no_weights"
 """Reasons of a shut gate."""
 
-_MAX_WAIT_SECONDS = 10.0
+_MIN_WAIT_SECONDS, _MAX_WAIT_SECONDS = 0.001, 10.0
+_MAX_DOUBLINGS = 20
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,10 @@ class DispatchSettings:
     request_timeout_seconds: float = 1800.0
     """Of one attempt; longer than the longest pause, since a dropped socket aborts the request."""
     num_retries: int = 5
-    """Attempts beside the first, of one completion."""
+    """Attempts beside the first, of one completion; those that a full queue turned away (429, 503) do not count."""
     retry_wait_seconds: float = 0.25
-    """Before the first of them; doubled each time, up to 10 s, and drawn by chance between half and all of it."""
+    """Before the first of them; doubled each time, up to 10 s, and drawn by chance between half and all of it. As long
+    after the first answer of a full queue, and doubled with each one that follows it."""
     resume_aborted: bool = True
     """Continue what a server aborted; otherwise the completion ends with finish reason `abort`."""
     max_resumes: int = 64
@@ -73,6 +75,49 @@ class _Flight:
     """That waits for the answer; set while a server has the request."""
     is_cut: bool = False
     """`task` was cancelled by `Dispatcher.cut`, which is no cancelling of the completion."""
+
+
+class _Tries:
+    """The attempts of one completion: whether another may follow, and after how long."""
+
+    def __init__(self, settings: DispatchSettings) -> None:
+        self._settings = settings
+        self._num_failed = self._num_busy = 0
+        self._busy_in_a_row = 0
+        self._busy_seconds = 0.0
+        """Waited for a full queue since the last answer."""
+
+    def wait_after(self, error: ServerError) -> float | None:
+        """Seconds until the next attempt; None: `error` stands. A full queue has its time, and uses up no retry."""
+        if error.kind == "busy":
+            if self._busy_seconds >= self._settings.request_timeout_seconds:
+                return None
+            self._num_busy += 1
+            self._busy_in_a_row += 1
+            seconds = _drawn_wait(self._settings, self._busy_in_a_row)
+            self._busy_seconds += seconds
+            return seconds
+        self._busy_in_a_row = 0
+        if not error.is_retried or self._num_failed == self._settings.num_retries:
+            return None
+        self._num_failed += 1
+        return _drawn_wait(self._settings, self._num_failed)
+
+    def note_answer(self) -> None:
+        """A queue had room."""
+        self._busy_in_a_row, self._busy_seconds = 0, 0.0
+
+    def said(self) -> str:
+        """For the error that stands."""
+        retries = self._num_failed + self._num_busy
+        return f" (after {retries} retries)" if retries else ""
+
+
+def _drawn_wait(settings: DispatchSettings, place: int) -> float:
+    """Seconds before the retry that is the `place`-th (from 1) in a row."""
+    first = max(settings.retry_wait_seconds, _MIN_WAIT_SECONDS)
+    longest = min(first * 2 ** min(place - 1, _MAX_DOUBLINGS), _MAX_WAIT_SECONDS)
+    return longest * random.uniform(0.5, 1.0)
 
 
 class Dispatcher:
@@ -226,20 +271,20 @@ class Dispatcher:
             )
 
     async def _complete(self, partial: Partial, flight: _Flight) -> Completion:
-        resumes = retries = 0
+        resumes, tries = 0, _Tries(self.settings)
         while True:
             try:
                 answer = await self._attempt(partial, flight)
             except ServerError as error:
                 if flight.is_ended:
                     return partial.completion("abort", self.policy_version)
-                if not error.is_retried or retries == self.settings.num_retries:
-                    tried = f" (after {retries} retries)" if retries else ""
-                    raise RolloutError(f"request {flight.request_id}{tried}: {error}") from error
-                retries += 1
+                seconds = tries.wait_after(error)
+                if seconds is None:
+                    raise RolloutError(f"request {flight.request_id}{tries.said()}: {error}") from error
                 self.counts.retries += 1
-                await self._wait(retries)
+                await asyncio.sleep(seconds)
                 continue
+            tries.note_answer()
             partial.add(answer)
             if answer.finish_reason != "abort":
                 return partial.completion(answer.finish_reason, self.policy_version)
@@ -250,7 +295,7 @@ class Dispatcher:
             resumes += 1
             self.counts.resumes += 1
             if not len(answer.token_ids):
-                await self._wait(1)
+                await asyncio.sleep(_drawn_wait(self.settings, 1))
 
     async def _attempt(self, partial: Partial, flight: _Flight) -> Answer:
         """One request at one server."""
@@ -334,10 +379,6 @@ class Dispatcher:
         self.counts.cached_tokens += answer.cached_tokens
         self.counts.retractions += answer.num_retractions
         self.counts.dropped_tokens += answer.num_dropped
-
-    async def _wait(self, retries: int) -> None:
-        longest = min(self.settings.retry_wait_seconds * 2 ** (retries - 1), _MAX_WAIT_SECONDS)
-        await asyncio.sleep(longest * random.uniform(0.5, 1.0))
 
     def _new_rid(self) -> str:
         """All of one length and different, so that none begins with another."""

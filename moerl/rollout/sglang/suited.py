@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TESTED_VERSION = "0.5.23"
+LENT = "lent-"
+"""The label of a server begins with it while the learner has memory of it (`lending.py`)."""
 
 
 async def look_at_servers(
@@ -37,14 +39,19 @@ async def look_at_servers(
         longest_tokens: see there.
 
     Raises:
-        RolloutError: a server does not answer, has too little room, or was started without the routes or the memory
-            saver that are needed.
+        RolloutError: a server does not answer, lends its memory to a run that ended, has too little room, or was
+            started without the routes or the memory saver that are needed.
     """
     labels: dict[str, int] = {}
     infos = []
     for client in clients:
-        info = await client.server_info()
         label = (await client.model_info()).weight_version
+        if label.startswith(LENT):  # before anything that its scheduler would die of, and with it the server
+            raise RolloutError(
+                f"server {client.url} still lends its memory to a run that ended (its weights' label is {label}): restart "
+                "that server; if that run still trains, give this one servers of its own"
+            )
+        info = await client.server_info()
         if info.version != TESTED_VERSION:
             logger.warning("%s is SGLang %s; moerl is tested with %s", client.url, info.version, TESTED_VERSION)
         refuse_unsuited(

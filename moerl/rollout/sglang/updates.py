@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from moerl.checksums import verify_bucket
 from moerl.errors import MoerlError, RolloutError, WeightSyncError, is_lost
-from moerl.rollout.sglang.client import MemoryTag, PauseMode, SglangClient
+from moerl.rollout.sglang.client import PauseMode, SglangClient
 from moerl.rollout.sglang.dispatcher import PAUSED, Dispatcher
 from moerl.rollout.sglang.faults import ServerError
+from moerl.rollout.sglang.lending import TAGS, Lending
 from moerl.rollout.sglang.pool import Member
 from moerl.types import WeightBucket
 
@@ -41,8 +41,6 @@ _LOST = (
     "nobody keeps these weights for servers that come back: see the servers' logs, resume the run from its last "
     "checkpoint, and set weight_sync.transport.keep_copy=true, or weight_sync.transport=disk, with which it costs time"
 )
-
-_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
 
 
 class WeightSender(Protocol):
@@ -108,10 +106,7 @@ class Updates:
         self._names: set[str] = set()
         self._needs_cache = False
         """Weights were taken back and the cache not yet: it comes after the next update."""
-        self._lent: dict[SglangClient, set[MemoryTag]] = {}
-        """What each server released and was not asked for again: of anything else SGLang dies when it is asked."""
-        self._lent_label = f"lent-{secrets.token_hex(4)}"
-        """Of weights that were given away. A server that says otherwise was started anew, and has all its memory."""
+        self._lending = Lending()
         self._lock = asyncio.Lock()
         """Held from the recall of servers to the commit, or to the end of giving up; and while one is sent its weights
         again: an old version must not come between two buckets."""
@@ -174,7 +169,7 @@ class Updates:
         self._needs_cache = False
         await self._dispatcher.pause("abort")
         self._is_paused = True
-        await self._dispatcher.on_each(self._lend, "release memory")
+        await self._dispatcher.on_each(self._lending.lend, "release memory")
 
     async def release_rest(self) -> None:
         """Of servers that are out too, as far as they answer: they are on the same devices.
@@ -187,7 +182,7 @@ class Updates:
                 try:
                     async with asyncio.timeout(_RECALL_SECONDS):
                         await member.client.pause("abort")
-                        await self._lend(member.client)
+                        await self._lending.lend(member.client)
                 except (MoerlError, TimeoutError) as error:
                     logger.info("%s, which is out, did not release its memory (%s)", member.name, error)
 
@@ -199,17 +194,17 @@ class Updates:
         Where no server is fit nothing is taken: those that come back have their memory, or are asked then.
         """
         if self._dispatcher.pool.fit:
-            await self._dispatcher.on_each(lambda client: self._take_back(client, ("weights",)), "take memory")
+            await self._dispatcher.on_each(lambda client: self._lending.take_back(client, ("weights",)), "take memory")
         self._needs_cache = True
         self._is_paused = False  # whoever updates next pauses for itself, or `_commit` goes on
 
     async def regain(self, client: SglangClient) -> None:
         """For the watch: what a server that comes back has not yet taken again, before anything runs there."""
-        await self._take_back(client, _TAGS)
+        await self._lending.take_back(client, TAGS)
 
     def note_restart(self, client: SglangClient) -> None:
         """Its process is a new one: with all of its memory, and the weights of its start, whatever their label says."""
-        self._lent.pop(client, None)
+        self._lending.forget(client)
         for member in self._dispatcher.pool.members:
             if member.client is client and self._dispatcher.is_published:
                 member.must_replay = True
@@ -233,28 +228,6 @@ class Updates:
             if pool.shut_by or any(member.client is client for member in pool.fit):
                 return False
             return await self._sender.replay(client, self._dispatcher.policy_version)
-
-    async def _lend(self, client: SglangClient) -> None:
-        """A flush that is not refused says that the server is idle; one that is not dies of a release."""
-        lent: set[MemoryTag] = self._lent.get(client, set())
-        tags: list[MemoryTag] = [tag for tag in _TAGS if tag not in lent]
-        if tags:
-            await client.flush_cache()
-            await client.relabel(self._lent_label)
-            await client.release_memory(tags)
-            self._lent[client] = lent | set(tags)
-
-    async def _take_back(self, client: SglangClient, tags: Sequence[MemoryTag]) -> None:
-        """Those of `tags` that it lent."""
-        lent: set[MemoryTag] = self._lent.get(client, set())
-        if "weights" in lent and (await client.model_info()).weight_version != self._lent_label:
-            logger.warning("%s was started anew while its memory was released", client.url)
-            del self._lent[client]
-            return
-        wanted: list[MemoryTag] = [tag for tag in tags if tag in lent]
-        if wanted:
-            await client.resume_memory(wanted)
-            lent.difference_update(wanted)
 
     async def _take_lock(self) -> None:
         if not self._has_lock:
@@ -285,8 +258,7 @@ class Updates:
         await self._take_lock()
         is_kept = self._sender.keeps
         self._drop(await self._sender.commit(version, self._clients()), is_kept=is_kept)
-        await self._dispatcher.on_each(lambda client: _check_label(client, version), f"take version {version}")
-        await self._dispatcher.on_each(lambda client: self._take_back(client, ("kv_cache",)), "take cache memory")
+        await self._dispatcher.on_each(lambda client: self._lending.end(client, version), f"take version {version}")
         await self._dispatcher.on_each(self._flush, "flush its cache")
         self._refuse_lost_weights(version)
         self._needs_cache = False
@@ -336,7 +308,7 @@ class Updates:
             try:
                 async with asyncio.timeout(_RECALL_SECONDS):
                     await member.client.pause(self._mode)
-                    await self._take_back(member.client, ("weights",))
+                    await self._lending.take_back(member.client, ("weights",))
             except (MoerlError, TimeoutError) as error:
                 logger.info("%s stays out of the update (%s)", member.name, error)
                 return
@@ -392,9 +364,3 @@ class Updates:
         if not self._dispatcher.pool.fit:
             return "no server serves"
         return f"version {version} goes on serving"
-
-
-async def _check_label(client: SglangClient, version: int) -> None:
-    label = (await client.model_info()).weight_version
-    if label != str(version):
-        raise WeightSyncError(f"{client.url} says that it has version {label!r} after the update to {version}")

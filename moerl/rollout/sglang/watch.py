@@ -3,6 +3,9 @@
 A server that comes back has to show the weights of now. One that was started anew has those of its start, so they are
 sent to it again (`replay`) before it serves; one that cannot get them stays out. Nothing is checked while generation is
 paused, since a paused server's health check waits for a token that does not come.
+
+One check that is missed says little: a server that is busy may be late. It gets nothing new from then on, but what it
+has is given up only where it misses the next check too, or its process is gone.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from moerl.errors import MoerlError, RolloutError
 from moerl.rollout.sglang.client import SglangClient
 from moerl.rollout.sglang.dispatcher import Dispatcher
+from moerl.rollout.sglang.faults import ServerError
 from moerl.rollout.sglang.pool import Member
 
 logger = logging.getLogger(__name__)
@@ -64,6 +68,9 @@ class Watch:
         nobody restarts servers.
         """
         self._silent: Counter[Member] = Counter()
+        """Probes in a row that a server which is out did not answer, since it was last started anew."""
+        self._missed: Counter[Member] = Counter()
+        """Checks in a row, of servers that serve too."""
         self._dispatcher = dispatcher
         self._settings = settings or WatchSettings()
         self._replay = replay
@@ -98,15 +105,18 @@ class Watch:
         pool, client, ejections = self._dispatcher.pool, member.client, member.num_ejections
         if pool.shut_by:
             return False
-        if not await self._answers(member):
+        if (fault := await self._fault_of(member)) is not None:
+            logger.info("%s does not answer (%s)", member.name, fault)
             if not pool.shut_by:  # a pause that came meanwhile makes no server silent
                 self._silent[member] += 1
-                self._dispatcher.cut(member)
+                self._note_miss(member, fault)
             return False
-        self._silent[member] = 0
+        self._silent[member] = self._missed[member] = 0
         try:
             is_current = not member.must_replay and await self._has_weights(client)
-            is_current = is_current or await self._get_weights(client)
+            if not is_current:
+                self._dispatcher.cut(member)  # a load would wait for it to end, and an update for the load
+                is_current = await self._get_weights(client)
         except MoerlError as error:
             logger.info("%s is still out (%s)", member.name, error)
             return False
@@ -123,8 +133,14 @@ class Watch:
         pool.readmit(member)
         return True
 
-    async def _answers(self, member: Member) -> bool:
-        """Whether it goes on and its scheduler answers."""
+    def _note_miss(self, member: Member, fault: MoerlError | TimeoutError) -> None:
+        """Its requests are given up where they will not be answered; one late check of a busy server is not enough."""
+        self._missed[member] += 1
+        if self._missed[member] > 1 or (isinstance(fault, ServerError) and fault.kind == "lost"):
+            self._dispatcher.cut(member)
+
+    async def _fault_of(self, member: Member) -> MoerlError | TimeoutError | None:
+        """What keeps a server that is out from going on; None: its scheduler answers."""
         client = member.client
         try:
             async with asyncio.timeout(2 * client.timeouts.health_seconds):
@@ -133,10 +149,10 @@ class Watch:
                 if self._regain is not None:  # a health check samples a token, which needs all of the memory
                     await self._regain(client)
                 await client.continue_generation()  # it may have been paused when it left, and is not healthy then
-                return await client.health()
+                await client.check_health()
         except (MoerlError, TimeoutError) as error:
-            logger.info("%s does not answer (%s)", member.name, error)
-            return False
+            return error
+        return None
 
     async def _get_weights(self, client: SglangClient) -> bool:
         if self._replay is None or not await self._replay(client):
@@ -164,14 +180,22 @@ class Watch:
                 continue
             wait = settings.first_probe_seconds
             await self._sleep_while_fit(member)
-            if member.state == "fit" and not await self._is_healthy(member):
-                self._dispatcher.eject(member, "its health check failed")
-                self._dispatcher.cut(member)  # it may be silent for as long as a request is waited for
+            if member.state == "fit":
+                await self._check(member)
 
-    async def _is_healthy(self, member: Member) -> bool:
-        """True where a pause came before or during the check."""
+    async def _check(self, member: Member) -> None:
+        """Take out a server that serves and is not healthy; nothing where a pause came before or during the check."""
         shut_by = self._dispatcher.pool.shut_by
-        return bool(shut_by) or await member.client.health() or bool(shut_by)
+        if shut_by:
+            return
+        try:
+            await member.client.check_health()
+        except ServerError as fault:
+            if not shut_by:
+                self._dispatcher.eject(member, f"its health check failed ({fault})")
+                self._note_miss(member, fault)
+        else:
+            self._missed[member] = 0
 
     async def _sleep_while_fit(self, member: Member) -> None:
         """Until the next check is due, or it was ejected: that is looked at every probe interval."""

@@ -163,11 +163,21 @@ def test_a_silent_server_is_late(server):
     assert caught.value.kind == "late"
 
 
-def test_health_is_a_yes_or_a_no(server):
-    assert ask(server, lambda c: c.health())
-    for rule in ({"kind": "status", "status": 503}, {"kind": "drop"}, {"kind": "hang"}):
-        server.set_faults({**rule, "endpoint": "/health", "times": -1})
-        assert not ask(server, lambda c: c.health(), health_seconds=0.2)
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [({"kind": "status", "status": 503}, "busy"), ({"kind": "hang"}, "late"), ({"kind": "drop"}, "lost")],
+)
+def test_a_health_check_that_fails_says_whether_the_process_may_be_gone(server, rule, kind):
+    ask(server, lambda c: c.check_health())
+    server.set_faults({**rule, "endpoint": "/health", "times": -1})
+    with pytest.raises(ServerError) as caught:
+        ask(server, lambda c: c.check_health(), health_seconds=0.2)
+    assert caught.value.kind == kind
+
+
+def test_a_health_check_waits_longer_than_the_server_itself():
+    """SGLang gives its scheduler 20 s and then says 503; who waits for less takes a busy server for a silent one."""
+    assert ClientTimeouts().health_seconds > 20
 
 
 def test_without_the_key_control_is_refused_and_no_message_holds_it(server):

@@ -12,6 +12,7 @@ from fake_servers import EXPECTED, SLOW, dispatching, prompt_of, should_sample, 
 from moerl.errors import RolloutError
 from moerl.rollout.fake_engine.serving import FakeServer
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
+from moerl.rollout.sglang.dispatcher import DispatchSettings, _drawn_wait
 from moerl.types import Completion, SamplingParams
 
 PROMPT = prompt_of(5)
@@ -208,15 +209,50 @@ def test_a_late_answer_is_given_up_aborted_and_asked_for_again():
 
 
 def test_retries_are_used_up_with_one_clear_error():
-    with FakeServer(faults=[{"kind": "status", "status": 503, "times": -1}]) as server:
+    with FakeServer(faults=[{"kind": "status", "status": 500, "times": -1}]) as server:
 
         async def main():
             async with dispatching([server], num_retries=2) as d:
                 await d.generate(PROMPT, SamplingParams(6), "p#0")
 
-        with pytest.raises(RolloutError, match=r"request p#0 \(after 2 retries\): .*status 503"):
+        with pytest.raises(RolloutError, match=r"request p#0 \(after 2 retries\): .*status 500"):
             asyncio.run(main())
         assert server.state()["counts"]["/generate"] == 3
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_full_queue_uses_up_no_retry(status):
+    """Before, a queue that stayed full for 8 s failed what waited for it, though the episode had minutes."""
+    full = {"kind": "status", "status": status, "times": 9}
+    with FakeServer(faults=[full, {"kind": "status", "status": 500, "times": 2, "after": 9}]) as server:
+
+        async def main():
+            async with dispatching([server], num_retries=2, retry_wait_seconds=0.001) as d:
+                got = await d.generate(PROMPT, SamplingParams(6, seed=1), "p#0")
+                assert (d.counts.busy, d.counts.broken, d.counts.retries) == (9, 2, 11)
+                return got
+
+        assert_sampled(asyncio.run(main()), PROMPT, 6, 1)
+
+
+def test_a_queue_that_stays_full_is_waited_for_as_long_as_an_answer():
+    with FakeServer(faults=[{"kind": "status", "status": 503, "times": -1}]) as server:
+
+        async def main():
+            async with dispatching([server], request_timeout_seconds=0.1, retry_wait_seconds=0.05) as d:
+                await d.generate(PROMPT, SamplingParams(6), "p#0")
+
+        with pytest.raises(RolloutError, match=r"request p#0 \(after [23] retries\): .*status 503"):
+            asyncio.run(main())
+        assert server.state()["counts"]["/generate"] in (3, 4)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.25, 1000.0])
+def test_no_wait_before_a_retry_is_longer_than_ten_seconds_however_many_there_were(seconds):
+    waits = [_drawn_wait(DispatchSettings(retry_wait_seconds=seconds), place) for place in (1, 2, 3, 40, 5000)]
+    firsts = [max(seconds, 0.001) * factor for factor in (1, 2, 4)]
+    for wait, longest in zip(waits, [*firsts, 10.0, 10.0], strict=True):
+        assert min(longest, 10.0) / 2 <= wait <= min(longest, 10.0)
 
 
 def test_cancelling_aborts_at_the_server_that_has_the_request():

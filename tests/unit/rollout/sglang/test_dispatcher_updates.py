@@ -179,13 +179,71 @@ def test_requests_of_a_server_that_went_silent_are_sent_elsewhere():
             async with dispatching([silent, good], watch=True, health_seconds=0.3, affinity_slack=0) as d:
                 calls = [d.generate(PROMPT, SamplingParams(6, seed=i), f"p/{i}#0") for i in range(4)]
                 answers = await asyncio.gather(*calls)
-                assert d.pool.members[0].why_out == "its health check failed"
+                assert d.pool.members[0].why_out.startswith("its health check failed (")
                 assert (d.counts.completions, d.pool.num_running, d.num_in_flight) == (4, 0, 0)
                 return answers
 
         for i, got in enumerate(asyncio.run(main())):
             np.testing.assert_array_equal(got.token_ids, should_sample(PROMPT, 6, seed=i)[0])
         assert silent.state()["counts"]["/generate"] == 2
+
+
+MISSES = {
+    "late": {"kind": "hang"},
+    "its own limit": {"kind": "status", "status": 503},
+    "gone": {"kind": "drop"},
+}
+
+
+@pytest.mark.parametrize(
+    ("miss", "times", "lost"),
+    [("late", 1, 0), ("its own limit", 1, 0), ("late", 2, 1), ("its own limit", 2, 1), ("gone", 1, 1)],
+)
+def test_a_health_check_that_is_missed_once_ejects_and_the_next_one_cuts(miss, times, lost):
+    """Before, one check that was late dropped every request that the server had."""
+    with FakeServer(SLOW, faults=[{**MISSES[miss], "endpoint": "/health", "times": times}]) as server:
+
+        async def main():
+            async with dispatching([server], watch=True, health_seconds=1.0) as d:
+                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(100_000, seed=3), "p#0"))
+                await until(lambda: d.pool.members[0].num_returns == 1)
+                await until(lambda: server.state()["counts"]["/generate"] == d.counts.requests == 1 + lost)
+                await until(lambda: server.call(lambda app: len(app.state.running)) == 1)
+                await d.abort("p#0")
+                got = await task
+                assert d.pool.members[0].num_ejections == 1
+                assert (d.counts.lost, d.counts.retries) == (lost, lost)
+                return got
+
+        got = asyncio.run(main())
+        np.testing.assert_array_equal(got.token_ids, should_sample(PROMPT, len(got.token_ids), seed=3)[0])
+
+
+def test_a_server_that_missed_an_update_gives_up_what_it_has_before_it_gets_the_weights():
+    """They go on by the old ones; the load would wait for their end, and the next update for the load."""
+    with FakeServer(SLOW, faults=[{"kind": "hang", "endpoint": "/health"}]) as server:
+        lost = []
+
+        async def main():
+            async def replay(client):
+                await until(lambda: not server.state()["running"])
+                lost.append(d.counts.lost)
+                server.call(lambda app: app.state.note_update(b"", "1"))
+                return True
+
+            async with dispatching([server], watch=True, health_seconds=1.0, replay=replay) as d:
+                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(100_000, seed=3), "p#0"))
+                await until(lambda: d.pool.members[0].state == "out")
+                d.policy_version, d.is_published = 1, True
+                await until(lambda: d.pool.members[0].state == "fit" and d.pool.num_running)
+                await until(lambda: server.call(lambda app: len(app.state.running)) == 1)
+                await asyncio.sleep(0.1)
+                await d.abort("p#0")
+                return await task
+
+        got = asyncio.run(main())
+        assert lost == [1]
+        assert {version for _, _, version in got.version_spans} == {1}
 
 
 def test_a_server_that_went_silent_after_it_was_taken_out_keeps_no_request():

@@ -147,7 +147,7 @@ TOUCHES = {
     "/generate": lambda client, _: client.generate(request("a")),
     "/update_weights_from_disk": lambda client, folder: client.update_from_disk(folder),
     "/weights_checker": lambda client, _: client.checksum(),
-    "/health": lambda client, _: client.health(),
+    "/health": lambda client, _: client.check_health(),
 }
 """What computes, and what reads or writes weights."""
 FATAL = [

@@ -11,7 +11,7 @@ import torch
 from fake_servers import LAYOUT, prompt_of, should_sample, until
 
 from moerl.checksums import checksum
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, RolloutError
 from moerl.rollout.engine import ServedModel
 from moerl.rollout.engines.sglang_engine import SglangEngine, SglangEngineConfig
 from moerl.rollout.fake_engine.serving import FakeServer
@@ -184,6 +184,76 @@ def test_memory_is_released_and_taken_no_more_than_once(tmp_path):
 
         asyncio.run(main())
         assert server.state()["num_restarts"] == 0
+
+
+async def lent(engine: SglangEngine, server: FakeServer) -> None:
+    await engine.set_memory(released=True)
+
+
+async def without_weights(engine: SglangEngine, server: FakeServer) -> None:
+    await lent(engine, server)
+    await engine.set_memory(released=False)
+
+
+async def without_cache(engine: SglangEngine, server: FakeServer) -> None:
+    """The weights have come, and the call that takes the cache's memory is on its way."""
+    await without_weights(engine, server)
+    server.set_faults({"kind": "hang", "endpoint": "/resume_memory_occupation", "times": -1})
+    asked = server.state()["counts"]["/resume_memory_occupation"]
+    task = asyncio.create_task(publish(engine, 2))
+    await until(lambda: server.state()["counts"]["/resume_memory_occupation"] > asked)
+    task.cancel()
+    await asyncio.wait({task})
+    server.set_faults()
+
+
+@pytest.mark.parametrize("transport", SENDERS)
+@pytest.mark.parametrize("stage", [lent, without_weights, without_cache])
+def test_a_run_on_servers_that_lend_to_a_run_that_ended_is_refused(tmp_path, stage, transport):
+    """Before, their label went for that of a start, or of another run, and they died of the first token."""
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    with FakeServer() as first, FakeServer(LENDS) as server:
+        with engine_over(tmp_path / "old", server, transport=transport) as engine:
+
+            async def until_it_ends():
+                await publish(engine, 1)
+                await stage(engine, server)
+
+            asyncio.run(until_it_ends())
+        assert server.state()["released"]
+        asked = server.state()["calls"]
+        words = f"server {server.url} still lends its memory to a run that ended .*: restart that server"
+        with engine_over(tmp_path / "new", first, server, transport=transport) as engine:
+            with pytest.raises(RolloutError, match=words):
+                asyncio.run(publish(engine, 1))
+            assert server.state()["calls"] == asked
+            assert server.state()["num_restarts"] == 0
+            server.restart()
+
+            async def goes_on():
+                await publish(engine, 1)
+                await assert_all_serve(engine, 1, first, server)
+
+            asyncio.run(goes_on())
+
+
+@pytest.mark.parametrize("transport", SENDERS)
+def test_a_server_that_was_started_anew_before_the_update_is_asked_for_its_cache_once_at_most(tmp_path, transport):
+    """Before, it was asked each time that it came back, and died of that each time."""
+    with FakeServer(LENDS) as a, FakeServer(LENDS) as b, engine_over(tmp_path, a, b, transport=transport) as engine:
+
+        async def main():
+            await publish(engine, 1)
+            await without_weights(engine, b)
+            b.restart()
+            await publish(engine, 2)
+            await until(lambda: b.state()["num_restarts"] == 2)
+            await publish(engine, 3)  # without a copy of version 2 it came with this one
+            await assert_all_serve(engine, 3, a, b)
+
+        asyncio.run(main())
+        assert [server.state()["num_restarts"] for server in (a, b)] == [0, 2]
 
 
 def test_no_server_is_started_while_memory_is_released(tmp_path):

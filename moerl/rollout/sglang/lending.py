@@ -1,0 +1,88 @@
+"""The memory that servers lend to the learner: which of them lent what, and a label on each that says so.
+
+From before its memory goes until all of it is back, a server's label is none of weights but the lending's own: an update
+that comes in between goes under that one too (`SglangClient.held_label`). So a server that says otherwise was started
+anew and has all of its memory, and one that says so at the start of a run was left by a run that ended (`suited.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+
+from moerl.errors import WeightSyncError
+from moerl.rollout.sglang.client import MemoryTag, SglangClient
+from moerl.rollout.sglang.suited import LENT
+
+logger = logging.getLogger(__name__)
+
+TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
+
+
+class Lending:
+    """Of one run; its calls come on the dispatcher's loop, for one server one at a time."""
+
+    def __init__(self) -> None:
+        """Nothing is lent."""
+        self._lent: dict[SglangClient, set[MemoryTag]] = {}
+        """What each server released and was not asked for again: of anything else SGLang dies when it is asked."""
+        self._label = f"{LENT}{secrets.token_hex(4)}"
+
+    async def lend(self, client: SglangClient) -> None:
+        """What it has not lent yet. A flush that is not refused says that it is idle; one that is not dies of a release.
+
+        Raises:
+            MoerlError: it did not.
+        """
+        lent = self._lent.get(client, set[MemoryTag]())
+        tags = [tag for tag in TAGS if tag not in lent]
+        if tags:
+            await client.flush_cache()
+            await client.relabel(self._label)
+            await client.release_memory(tags)
+            self._note(client, lent | set(tags))
+
+    async def take_back(self, client: SglangClient, tags: Sequence[MemoryTag]) -> None:
+        """Those of `tags` that it lent.
+
+        Raises:
+            MoerlError: it did not take them.
+        """
+        lent = self._lent.get(client, set[MemoryTag]())
+        wanted = [tag for tag in tags if tag in lent]
+        if not wanted:
+            return
+        if (await client.model_info()).weight_version != self._label:
+            logger.warning("%s was started anew while its memory was released", client.url)
+            self.forget(client)
+            return
+        await client.resume_memory(wanted)
+        self._note(client, lent.difference(wanted))
+
+    async def end(self, client: SglangClient, version: int) -> None:
+        """It has the weights of `version`: take the rest, and only then label them as that.
+
+        Raises:
+            MoerlError: it did not, or has another label than was given with the weights.
+        """
+        held = client.held_label
+        await _check_label(client, held or str(version), version)
+        if held:
+            await self.take_back(client, TAGS)
+            await client.relabel(str(version))
+            await _check_label(client, str(version), version)
+
+    def forget(self, client: SglangClient) -> None:
+        """Its process is a new one, with all of its memory."""
+        self._note(client, set())
+
+    def _note(self, client: SglangClient, lent: set[MemoryTag]) -> None:
+        self._lent[client] = lent
+        client.held_label = self._label if lent else None
+
+
+async def _check_label(client: SglangClient, wanted: str, version: int) -> None:
+    label = (await client.model_info()).weight_version
+    if label != wanted:
+        raise WeightSyncError(f"{client.url} says that it has version {label!r} after the update to {version}")
