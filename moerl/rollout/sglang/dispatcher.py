@@ -2,8 +2,8 @@
 
 A request takes a lane of the pool, is sent, and its answer is read. What a server did to it decides what follows: a
 lost, broken or late one sends it elsewhere under a new rid (nothing of the first attempt is kept, so nothing counts
-twice), a busy one is asked again until it has room, an aborted one is continued from its own tokens, and a wrong request or a wrong
-answer is raised. Everything runs on one event loop.
+twice), a busy one is asked again until it has room, an aborted one is continued from its own tokens, and a wrong
+request or a wrong answer is raised. Everything runs on one event loop.
 """
 
 from __future__ import annotations

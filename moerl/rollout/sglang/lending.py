@@ -1,8 +1,8 @@
 """The memory that servers lend to the learner: which of them lent what, and a label on each that says so.
 
-From before its memory goes until all of it is back, a server's label is none of weights but the lending's own: an update
-that comes in between goes under that one too (`SglangClient.held_label`). So a server that says otherwise was started
-anew and has all of its memory, and one that says so at the start of a run was left by a run that ended (`suited.py`).
+From before its memory goes until all of it is back, a server's label is none of weights but the lending's own: an
+update that comes in between goes under that one too (`SglangClient.held_label`). So a server that says otherwise was
+started anew and has all of its memory, and one that says so at the start of a run was left by a run that ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Lending:
         self._label = f"{LENT}{secrets.token_hex(4)}"
 
     async def lend(self, client: SglangClient) -> None:
-        """What it has not lent yet. A flush that is not refused says that it is idle; one that is not dies of a release.
+        """What it has not lent yet. A flush that is not refused says that it is idle; if it is not, it dies of this.
 
         Raises:
             MoerlError: it did not.

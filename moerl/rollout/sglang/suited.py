@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moerl.errors import RolloutError
+from moerl.rollout.sglang.route_support import num_stages, refuse_without_routes
 
 if TYPE_CHECKING:
     from moerl.rollout.sglang.client import ServerInfo, SglangClient
@@ -25,6 +26,7 @@ async def look_at_servers(
     *,
     needs_routes: bool,
     needs_memory_saver: bool,
+    is_sent_live: bool,
     longest_tokens: int,
 ) -> tuple[dict[str, int], list[ServerInfo]]:
     """Labels of the weights at the start -> their version, and what each server says of itself.
@@ -34,13 +36,14 @@ async def look_at_servers(
     Args:
         clients: of all servers.
         first_version: what their weights count as.
-        needs_routes: see `refuse_unsuited`, as for the other two.
+        needs_routes: see `refuse_unsuited`, as for the other three.
         needs_memory_saver: see there.
+        is_sent_live: see there.
         longest_tokens: see there.
 
     Raises:
-        RolloutError: a server does not answer, lends its memory to a run that ended, has too little room, or was
-            started without the routes or the memory saver that are needed.
+        RolloutError: a server does not answer, still lends its memory to a run that ended, or is none for this run:
+            `refuse_unsuited`.
     """
     labels: dict[str, int] = {}
     infos = []
@@ -48,8 +51,8 @@ async def look_at_servers(
         label = (await client.model_info()).weight_version
         if label.startswith(LENT):  # before anything that its scheduler would die of, and with it the server
             raise RolloutError(
-                f"server {client.url} still lends its memory to a run that ended (its weights' label is {label}): restart "
-                "that server; if that run still trains, give this one servers of its own"
+                f"server {client.url} still lends its memory to a run that ended (its weights' label is {label}): "
+                "restart that server; if that run still trains, give this one servers of its own"
             )
         info = await client.server_info()
         if info.version != TESTED_VERSION:
@@ -59,6 +62,7 @@ async def look_at_servers(
             info,
             needs_routes=needs_routes,
             needs_memory_saver=needs_memory_saver,
+            is_sent_live=is_sent_live,
             longest_tokens=longest_tokens,
         )
         if label.isdigit() and int(label) != first_version:
@@ -70,7 +74,7 @@ async def look_at_servers(
 
 
 def refuse_unsuited(
-    url: str, info: ServerInfo, *, needs_routes: bool, needs_memory_saver: bool, longest_tokens: int
+    url: str, info: ServerInfo, *, needs_routes: bool, needs_memory_saver: bool, is_sent_live: bool, longest_tokens: int
 ) -> None:
     """Refuse what would fail later, or bring nothing without a word.
 
@@ -79,15 +83,19 @@ def refuse_unsuited(
         info: what it says of itself.
         needs_routes: the experts of every token are asked for.
         needs_memory_saver: its memory is to be released.
+        is_sent_live: weights come bucket by bucket, each to the ranks of one pipeline stage.
         longest_tokens: of prompt and answer together.
 
     Raises:
-        RolloutError: it has too little room, or was started without the routes or the memory saver.
+        RolloutError: it has too little room, was started without the routes or the memory saver, or in a way with which
+            its routes are not those of its tokens, or with pipeline stages that the weights would not reach.
     """
-    if needs_routes and not info.returns_routes:
+    if needs_routes:
+        refuse_without_routes(url, info)
+    if is_sent_live and num_stages(info) > 1:
         raise RolloutError(
-            f"{url} was started without --enable-return-routed-experts, but routes are needed (R3); "
-            "start it with that flag, or choose another algorithm.routing"
+            f"{url} has --pp-size {num_stages(info)}, but weights reach one pipeline stage alone by this "
+            "weight_sync.transport; start it with --pp-size 1, or set weight_sync.transport=disk"
         )
     if needs_memory_saver and info.values.get("enable_memory_saver") is not True:
         raise RolloutError(
