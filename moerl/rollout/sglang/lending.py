@@ -50,15 +50,15 @@ class Lending:
             MoerlError: it did not take them.
         """
         lent = self._lent.get(client, set[MemoryTag]())
-        wanted = [tag for tag in tags if tag in lent]
-        if not wanted:
+        if not lent:
             return
         if (await client.model_info()).weight_version != self._label:
             logger.warning("%s was started anew while its memory was released", client.url)
             self.forget(client)
             return
-        await client.resume_memory(wanted)
-        self._note(client, lent.difference(wanted))
+        if wanted := [tag for tag in tags if tag in lent]:
+            await client.resume_memory(wanted)
+            self._note(client, lent.difference(wanted))
 
     async def end(self, client: SglangClient, version: int) -> None:
         """It has the weights of `version`: take the rest, and only then label them as that.
