@@ -227,6 +227,7 @@ class Updates:
         async with self._lock:
             if pool.shut_by or any(member.client is client for member in pool.fit):
                 return False
+            await self._lending.take_back(client, TAGS)  # or they would go under the label of what it lends
             return await self._sender.replay(client, self._dispatcher.policy_version)
 
     async def _take_lock(self) -> None:

@@ -273,6 +273,7 @@ def test_memory_is_taken_back_in_the_order_that_keeps_weights_and_cache_true(pla
                     *bucket,
                     "/end_weight_update",
                     "/resume_memory_occupation",
+                    "/update_weight_version",
                     "/flush_cache",
                     "/continue_generation",
                 ]

@@ -123,7 +123,7 @@ def test_a_start_that_failed_says_why_each_time_and_can_be_tried_again(launching
     """The fake program knows /health alone, so the look at the servers fails after they came up."""
     engine = launching()
     for _ in range(2):
-        with pytest.raises(RolloutError, match="/server_info: an answer that is no JSON"):
+        with pytest.raises(RolloutError, match="/model_info: an answer that is no JSON"):
             asyncio.run(engine.generate(prompt_of(5), SamplingParams(3), "p#0"))
         assert not any(fake_sglang.is_alive(pid) for pid in fake_sglang.pids(tmp_path))
         assert engine._clients == []
