@@ -35,8 +35,8 @@ class Lending:
         Raises:
             MoerlError: it did not.
         """
-        lent = self._lent.get(client, set[MemoryTag]())
-        tags = [tag for tag in TAGS if tag not in lent]
+        lent: set[MemoryTag] = self._lent.get(client, set())
+        tags: list[MemoryTag] = [tag for tag in TAGS if tag not in lent]
         if tags:
             await client.flush_cache()
             await client.relabel(self._label)
@@ -49,14 +49,15 @@ class Lending:
         Raises:
             MoerlError: it did not take them.
         """
-        lent = self._lent.get(client, set[MemoryTag]())
+        lent: set[MemoryTag] = self._lent.get(client, set())
         if not lent:
             return
         if (await client.model_info()).weight_version != self._label:
             logger.warning("%s was started anew while its memory was released", client.url)
             self.forget(client)
             return
-        if wanted := [tag for tag in tags if tag in lent]:
+        wanted: list[MemoryTag] = [tag for tag in tags if tag in lent]
+        if wanted:
             await client.resume_memory(wanted)
             self._note(client, lent.difference(wanted))
 
