@@ -30,8 +30,8 @@ def dispatcher(cfg: RunConfig) -> Iterator[str]:
     if axes.dispatcher == "allgather" and axes.pipeline > 1:
         yield (
             f"parallel.dispatcher=allgather with parallel.pipeline={axes.pipeline}: packs differ in length, so stages "
-            "tell one another how long what they send is (variable_seq_lengths), which megatron refuses with allgather; "
-            "set parallel.dispatcher=alltoall"
+            "tell one another how long what they send is (variable_seq_lengths), which megatron refuses with "
+            "allgather; set parallel.dispatcher=alltoall"
         )
     if axes.dispatcher == "allgather" and axes.expert * axes.expert_tensor > axes.tensor:
         yield (

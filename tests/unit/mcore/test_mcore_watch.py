@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -29,11 +30,13 @@ class Clock:
 class Rank:
     """One rank: a thread in the place of its main thread, and its watch, whose own thread is not started."""
 
+    watch: Any
+
     def __init__(self, store, rank, size, clock, *, at="mcore.step", exchange_seconds=TIMEOUT):
         self._leave = threading.Event()
         self._turn = threading.Event()
         made = threading.Event()
-        place = {"__name__": f"moerl.{at}"}
+        place: dict[str, Any] = {"__name__": f"moerl.{at}"}
         exec("def stand(event):\n    event.wait()\n", place)
 
         def main():
