@@ -14,6 +14,7 @@ from moerl.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+DUMP_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 BLACKWELL = 10
 """Major compute capability from which kernels need no single queue to overlap with exchanges."""
 HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -48,6 +49,16 @@ def queue_in_order(section: ParallelSection, environment: MutableMapping[str, st
     """
     if capability < BLACKWELL and (section.tensor > 1 or section.context > 1):
         environment.setdefault(CONNECTIONS, "1")
+
+
+def keep_groups_apart(environment: MutableMapping[str, str]) -> None:
+    """Before the first group of NCCL: no group's failure ends the process by way of the first one.
+
+    A failure in any group of a process asks the monitor of the first for torch's flight record, and that monitor ends
+    the process some minutes later, though the failure was of the group of weight updates and has been dealt with. What
+    fails in the learner's own groups ends it all the same. Whoever wants the records has set it.
+    """
+    environment.setdefault(DUMP_ON_TIMEOUT, "0")
 
 
 def keep_float32_exact() -> None:

@@ -120,9 +120,8 @@ def transformer_config(
         )
     _refuse_expert_axes(source, parallel)
     fields["activation_func"] = _activation(fields["activation_func"])
-    fields.update(_recompute(precision.recompute))
     use_te = uses_transformer_engine(dtype)
-    fields.update(_implementation(source, fused=use_te))
+    fields.update(_recompute(precision.recompute) | _implementation(source, fused=use_te))
     config = _kind(source, fields)(
         **fields,
         params_dtype=dtype,

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 
 from moerl.config.schema import ParallelSection
 from moerl.errors import ConfigError
-from moerl.mcore.gpu import keep_float32_exact, own_device, queue_in_order
+from moerl.mcore.gpu import keep_float32_exact, keep_groups_apart, own_device, queue_in_order
 from moerl.mcore.rows import RowCut
 from moerl.mcore.wire import gather_json
 
@@ -189,7 +189,10 @@ def join_world(section: ParallelSection) -> None:
     """
     if dist.is_initialized():
         return
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "nccl"
+        keep_groups_apart(os.environ)
     if "RANK" in os.environ:
         if torch.cuda.is_available():
             own = own_device(os.environ, torch.cuda.device_count())

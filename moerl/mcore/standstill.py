@@ -27,7 +27,7 @@ class Standstill:
         self._since = 0.0
         self._waits_for_leader = False
         self.place = ""
-        """`module:line (function)` of moerl where the thread was seen last."""
+        """Where the thread was seen last: `module:line (function)` of moerl, then of the library it is inside of."""
         self.is_patient = True
         """Whether it could wait there as long as it liked."""
 
@@ -51,12 +51,15 @@ class Standstill:
 
 
 def _stack(frame: FrameType | None) -> tuple[tuple[tuple[CodeType, int], ...], str]:
-    """(every frame's code and position in it, the innermost place of moerl)."""
-    places, own = [], ""
+    """(every frame's code and position in it, the innermost place of moerl and of all)."""
+    positions, innermost, own = [], "", ""
     while frame is not None:
-        places.append((frame.f_code, frame.f_lasti))
+        positions.append((frame.f_code, frame.f_lasti))
         module = frame.f_globals.get("__name__", "")
-        if not own and module.startswith(_OWN):
-            own = f"{module}:{frame.f_lineno} ({frame.f_code.co_name})"
+        if not innermost or (not own and module.startswith(_OWN)):
+            place = f"{module}:{frame.f_lineno} ({frame.f_code.co_name})"
+            innermost = innermost or place
+            own = place if module.startswith(_OWN) else own
         frame = frame.f_back
-    return tuple(places), own
+    known = [own, f"in {innermost}"] if own and own != innermost else [innermost]
+    return tuple(positions), " ".join(known)

@@ -236,7 +236,7 @@ def _stalled(signs: dict[int, dict[str, Any]], still: float) -> str | None:
     for rank, sign in signs.items():
         ranks_at.setdefault(sign["at"], []).append(rank)
     fewest_first = sorted(ranks_at.items(), key=lambda item: len(item[1]))
-    standing = "; ".join(f"{_ranks(ranks)} at {at or 'no line of moerl'}" for at, ranks in fewest_first)
+    standing = "; ".join(f"{_ranks(ranks)} at {at or 'an unknown place'}" for at, ranks in fewest_first)
     where = _where(next(iter(signs.values())))
     return f"an exchange between the ranks did not end {where} for {still:.0f} s: {standing}"
 

@@ -188,7 +188,8 @@ def _waiting_in_the_caller() -> Iterator[None]:
     """A group of NCCL that is made inside waits in `wait`, which raises when the time is over, as gloo's does.
 
     torch reads this when a group is made. Otherwise `wait` returns at once, and torch's watchdog ends the process, with
-    the learner in it, once a broadcast takes too long: as it does when a server dies in its midst.
+    the learner in it, once a broadcast takes too long: as it does when a server dies in its midst. (That the failure
+    is not told to the learner's groups either is settled in `mcore/gpu.py`.)
     """
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"

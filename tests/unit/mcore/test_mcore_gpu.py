@@ -207,7 +207,7 @@ def test_one_queue_where_exchanges_hide_behind_products(sizes, capability, befor
 
 def test_queues_are_settled_before_cuda_starts_on_the_device_and_the_group_after(monkeypatch):
     from moerl.mcore import parallel
-    from moerl.mcore.gpu import CONNECTIONS
+    from moerl.mcore.gpu import CONNECTIONS, DUMP_ON_TIMEOUT
 
     environment = {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "1"}
     calls = []
@@ -217,9 +217,31 @@ def test_queues_are_settled_before_cuda_starts_on_the_device_and_the_group_after
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append((device, environment.get(CONNECTIONS))))
-    monkeypatch.setattr(parallel.dist, "init_process_group", lambda backend, timeout: calls.append((backend, timeout)))
+    monkeypatch.setattr(
+        parallel.dist,
+        "init_process_group",
+        lambda backend, timeout: calls.append((backend, timeout, environment.get(DUMP_ON_TIMEOUT))),
+    )
     parallel.join_world(ParallelSection(tensor=2, timeout_seconds=90))
-    assert calls == [(0, "1"), ("nccl", timedelta(seconds=90))]
+    assert calls == [(0, "1"), ("nccl", timedelta(seconds=90), "0")]
+
+
+def test_a_failed_weight_update_is_no_reason_for_the_learners_groups_to_end_the_process():
+    """Unless somebody wants torch's flight records."""
+    from moerl.mcore.gpu import DUMP_ON_TIMEOUT, keep_groups_apart
+
+    for before, after in (({}, "0"), ({DUMP_ON_TIMEOUT: "1"}, "1")):
+        keep_groups_apart(before)
+        assert before[DUMP_ON_TIMEOUT] == after
+
+
+def test_torch_reads_the_variable_of_flight_records_by_this_name():
+    from pathlib import Path
+
+    from moerl.mcore.gpu import DUMP_ON_TIMEOUT
+
+    header = Path(torch.__path__[0]) / "include" / "torch" / "csrc" / "distributed" / "c10d" / "ProcessGroupNCCL.hpp"
+    assert f'"{DUMP_ON_TIMEOUT}"' in header.read_text()
 
 
 def test_gpt_oss_is_refused_over_context_with_transformer_engine_and_not_in_float32(tmp_path, monkeypatch):

@@ -32,12 +32,16 @@ class Rank:
 
     watch: Any
 
-    def __init__(self, store, rank, size, clock, *, at="mcore.step", exchange_seconds=TIMEOUT):
+    def __init__(self, store, rank, size, clock, *, at="mcore.step", inside=None, exchange_seconds=TIMEOUT):
         self._leave = threading.Event()
-        self._turn = threading.Event()
+        self._turn = threading.Lock()
+        self._turn.acquire()
         made = threading.Event()
         place: dict[str, Any] = {"__name__": f"moerl.{at}"}
-        exec("def stand(event):\n    event.wait()\n", place)
+        exec("def stand(wait):\n    wait()\n", place)
+        library: dict[str, Any] = {"__name__": inside, "wait": self._turn.acquire}
+        exec("def synchronize():\n\n    wait()\n", library)
+        wait = self._turn.acquire if inside is None else library["synchronize"]
 
         def main():
             from moerl.mcore.watch import Watch
@@ -45,8 +49,7 @@ class Rank:
             self.watch = Watch(store, World(rank, size), 60, exchange_seconds=exchange_seconds, clock=clock)
             made.set()
             while not self._leave.is_set():
-                place["stand"](self._turn)
-                self._turn.clear()
+                place["stand"](wait)
 
         self._thread = threading.Thread(target=main, daemon=True)
         self._thread.start()
@@ -64,7 +67,7 @@ class Rank:
 
     def close(self):
         self._leave.set()
-        self._turn.set()
+        self._turn.release()
         self._thread.join()
 
 
@@ -104,7 +107,7 @@ def settle(ranks):
     for rank in ranks:
         for _ in range(1000):
             rank.tick()
-            if rank.watch._standstill.place.endswith("(stand)"):
+            if rank.watch._standstill.place.endswith(("(stand)", "(synchronize)")):
                 break
             threading.Event().wait(0.01)
 
@@ -211,6 +214,12 @@ def test_a_rank_that_ended_well_is_waited_for_by_nobody(team, clock):
     settle(ranks)
     ranks[1].watch.close(is_well=True)
     assert rounds(clock, ranks[:1], 3 * TIMEOUT, step=50) == []
+
+
+def test_a_place_inside_of_a_library_is_told_with_the_line_of_moerl_that_called_it(team):
+    (rank,) = team(1, inside="torch.cuda")
+    settle([rank])
+    assert rank.watch._standstill.place == "moerl.mcore.step:2 (stand) in torch.cuda:3 (synchronize)"
 
 
 def test_no_frame_and_so_no_tensor_is_kept(team):
