@@ -55,7 +55,7 @@ def _stack(frame: FrameType | None) -> tuple[tuple[tuple[CodeType, int], ...], s
     positions, innermost, own = [], "", ""
     while frame is not None:
         positions.append((frame.f_code, frame.f_lasti))
-        module = frame.f_globals.get("__name__", "")
+        module = str(frame.f_globals.get("__name__"))
         if not innermost or (not own and module.startswith(_OWN)):
             place = f"{module}:{frame.f_lineno} ({frame.f_code.co_name})"
             innermost = innermost or place
