@@ -25,8 +25,14 @@ def fp8(cfg: RunConfig) -> Iterator[str]:
 
 
 def dispatcher(cfg: RunConfig) -> Iterator[str]:
-    """Megatron's allgather takes equal shares; DeepEP is a CUDA library, and moves tokens between ranks."""
+    """Megatron's allgather takes equal shares of one length; DeepEP is a CUDA library that moves tokens over ranks."""
     axes = cfg.parallel
+    if axes.dispatcher == "allgather" and axes.pipeline > 1:
+        yield (
+            f"parallel.dispatcher=allgather with parallel.pipeline={axes.pipeline}: packs differ in length, so stages "
+            "tell one another how long what they send is (variable_seq_lengths), which megatron refuses with "
+            "allgather; set parallel.dispatcher=alltoall"
+        )
     if axes.dispatcher == "allgather" and axes.expert * axes.expert_tensor > axes.tensor:
         yield (
             "parallel.dispatcher=allgather gathers equal shares, which only the ranks of the tensor axis have: "

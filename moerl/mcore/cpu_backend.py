@@ -20,6 +20,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -33,6 +34,8 @@ from moerl.errors import ConfigError
 
 MEGATRON_VERSION = "0.19.2"
 """The one version whose internals this package was proven against."""
+OLDEST_ENGINE = (2, 20)
+"""Of TransformerEngine: the first whose Adam counts the steps of a group that has no parameters on this rank."""
 
 _CPU = torch.device("cpu")
 _installed = False
@@ -320,8 +323,8 @@ def check_megatron() -> None:
     """Say what is wrong with the installation before megatron dies of it.
 
     Raises:
-        ConfigError: megatron-core is absent or of another version; TransformerEngine is there but does not import; the
-            `apex` that is importable is not NVIDIA's.
+        ConfigError: megatron-core is absent or of another version; TransformerEngine is there but does not import, or
+            is too old; the `apex` that is importable is not NVIDIA's.
     """
     try:
         version = importlib.metadata.version("megatron-core")
@@ -339,10 +342,21 @@ def check_megatron() -> None:
                 f"transformer_engine is installed but does not import ({str(error).splitlines()[0]}); megatron-core "
                 "cannot be imported beside it: install a build that matches this torch and CUDA, or uninstall it"
             ) from error
+        _refuse_old_engine()
     if importlib.util.find_spec("apex") is not None and not _is_nvidia_apex():
         raise ConfigError(
             "the importable 'apex' is not NVIDIA's (PyPI's package of that name is an old web toolkit) and misleads "
             "megatron-core; uninstall it"
+        )
+
+
+def _refuse_old_engine() -> None:
+    version = str(getattr(sys.modules["transformer_engine"], "__version__", "of an unknown version"))
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < OLDEST_ENGINE:
+        raise ConfigError(
+            f"transformer_engine is {version}, but 2.20 or later is needed: the Adam of earlier ones counts no steps "
+            "where a rank has no parameters of a group, so that the first checkpoint after a resume would fail; "
+            "install transformer_engine[pytorch]>=2.20, or uninstall it"
         )
 
 

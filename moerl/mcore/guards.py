@@ -97,6 +97,14 @@ GUARDS: tuple[Guard, ...] = (
         "their gradients are missing from the clipping norm at tensor > 1 (issue 7452, 8); set vanilla",
     ),
     Guard(
+        "te_window_context",
+        lambda c, te: te and c.context_parallel_size > 1 and (c.window_size is not None or c.softmax_type != "vanilla"),
+        "sliding windows or attention sinks (gpt-oss) with context parallelism and TransformerEngine: sequences are "
+        "cut for its ring exchange (p2p), which has neither, so that the first forward would fail; set "
+        "parallel.context=1 (parallel.pipeline and parallel.expert save memory too), or precision.params=fp32, whose "
+        "layers have both",
+    ),
+    Guard(
         "linear_attention",
         lambda c, te: c.experimental_attention_variant is not None and _tensor(c),
         "experimental_attention_variant with tensor parallelism: the gradient of its output norm is not summed over "
@@ -106,7 +114,7 @@ GUARDS: tuple[Guard, ...] = (
         "latent_norms",
         lambda c, te: te and c.multi_latent_attention and c.layernorm_epsilon != LATENT_EPS,
         "latent attention by TransformerEngine: it gives the norms of latents the epsilon of all others "
-        f"(rms_norm_eps), where these models have {LATENT_EPS:g}; train it without TransformerEngine",
+        f"(rms_norm_eps), where these models have {LATENT_EPS:g}; uninstall it, or set precision.params=fp32",
     ),
     Guard(
         "fused_yarn",
@@ -145,13 +153,19 @@ def refuse_silent_faults(config: TransformerConfig, *, use_te: bool) -> None:
         raise ConfigError(*faults)
 
 
-def warn_without_grouped_gemm(*, has_cuda: bool, use_te: bool) -> None:
+def warn_without_grouped_gemm(*, has_cuda: bool, has_te: bool, use_te: bool) -> None:
     """The local layers ignore moe_grouped_gemm and run expert after expert: right, but slow on a GPU."""
-    if has_cuda and not use_te:
-        logger.warning(
-            "TransformerEngine is not installed: experts run one after the other instead of in one grouped product, "
-            "and attention over packed sequences is padded; install transformer-engine for speed"
-        )
+    if not has_cuda or use_te:
+        return
+    why, remedy = "TransformerEngine is not installed", "install transformer-engine"
+    if has_te:
+        why, remedy = "precision.params=fp32 trains without TransformerEngine", "set precision.params=bf16"
+    logger.warning(
+        "%s: experts run one after the other instead of in one grouped product, and attention over packed sequences is "
+        "padded; %s for speed",
+        why,
+        remedy,
+    )
 
 
 def _has_deep_ep() -> bool:

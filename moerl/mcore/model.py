@@ -20,6 +20,7 @@ from torch import Tensor
 from moerl.config.schema import ModelSection, PrecisionSection
 from moerl.errors import CheckpointError, ConfigError
 from moerl.mcore.block_spec import block_spec
+from moerl.mcore.gpu import has_transformer_engine, uses_transformer_engine
 from moerl.mcore.guards import refuse_silent_faults, warn_without_grouped_gemm
 from moerl.mcore.local_spec import PackedAngles, PackedRotaryEmbedding, packed_layout
 from moerl.mcore.parallel import ParallelState
@@ -119,8 +120,8 @@ def transformer_config(
         )
     _refuse_expert_axes(source, parallel)
     fields["activation_func"] = _activation(fields["activation_func"])
-    fields.update(_recompute(precision.recompute))
-    fields.update(_implementation(source))
+    use_te = uses_transformer_engine(dtype)
+    fields.update(_recompute(precision.recompute) | _implementation(source, fused=use_te))
     config = _kind(source, fields)(
         **fields,
         params_dtype=dtype,
@@ -150,8 +151,8 @@ def transformer_config(
     )
     for name in YARN_ATTRIBUTES & source.kwargs.keys():  # GPTModel reads them there, though they are no fields
         setattr(config, name, source.kwargs[name])
-    refuse_silent_faults(config, use_te=uses_transformer_engine())
-    warn_without_grouped_gemm(has_cuda=torch.cuda.is_available(), use_te=uses_transformer_engine())
+    refuse_silent_faults(config, use_te=use_te)
+    warn_without_grouped_gemm(has_cuda=torch.cuda.is_available(), has_te=has_transformer_engine(), use_te=use_te)
     return config
 
 
@@ -193,17 +194,7 @@ def _recompute(mode: str) -> dict[str, Any]:
     raise ConfigError(f"precision.recompute is {mode!r}; allowed: none, selective, full")
 
 
-def uses_transformer_engine() -> bool:
-    """Whether the TransformerEngine layer spec is used: where CUDA is there and TE is installed."""
-    if not torch.cuda.is_available():
-        return False
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-
-    return bool(HAVE_TE)
-
-
-def _implementation(source: ModelSource) -> dict[str, Any]:
-    fused = uses_transformer_engine()
+def _implementation(source: ModelSource, *, fused: bool) -> dict[str, Any]:
     return {
         "apply_rope_fusion": fused and source.kwargs.get("position_embedding_type") != "yarn",  # see guard `fused_yarn`
         "masked_softmax_fusion": False,
@@ -298,7 +289,7 @@ def _build_chunk(
     kwargs = source.kwargs
     arguments = {name: kwargs[name] for name in GPT_ARGUMENTS if name in kwargs}
     vocab = arguments.pop("vocab_size")
-    use_te = uses_transformer_engine()
+    use_te = uses_transformer_engine(config.params_dtype)
     first_stage, last_stage = stage in (None, 0), stage in (None, (parallel.virtual_pipeline or 1) - 1)
     model = kind(
         config=config,
@@ -351,12 +342,13 @@ def score_tokens(module: torch.nn.Module, batch: MicroBatch, rows: RowPlan) -> T
 
     Entry j speaks of token j given the tokens before it; it is 0 at the first token of every sequence.
     """
+    model = unwrap(module)
     return module(
         rows.carry(batch.token_ids)[None],
         rows.position[None],
         None,
-        packed_seq_params=packed_layout(rows, use_te=uses_transformer_engine()),
-        output_processor=unwrap(module).score_hidden,
+        packed_seq_params=packed_layout(rows, use_te=uses_transformer_engine(model.config.params_dtype)),
+        output_processor=model.score_hidden,
         output_processor_context=predictions(batch, rows),
     )
 

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import HashStore
 
 from moerl.config.schema import ParallelSection
 from moerl.errors import ConfigError
+from moerl.mcore.gpu import keep_float32_exact, keep_groups_apart, own_device, queue_in_order
 from moerl.mcore.rows import RowCut
 from moerl.mcore.wire import gather_json
 
@@ -141,7 +142,8 @@ def initialize_parallel(section: ParallelSection, seed: int) -> ParallelState:
     Raises:
         ConfigError: sizes that do not fit the world size, or differ from those already set up in this process.
     """
-    join_world(section.timeout_seconds)
+    join_world(section)
+    keep_float32_exact()
     world = dist.get_world_size()
     _check_sizes(section, world)
     if not parallel_state.model_parallel_is_initialized():
@@ -179,7 +181,7 @@ def release_parallel() -> None:
     gc.collect()  # policies and their optimizers refer to each other, and so to the groups
 
 
-def join_world(timeout_seconds: float) -> None:
+def join_world(section: ParallelSection) -> None:
     """Join the process group that the launcher started, or be alone; once for a process.
 
     Raises:
@@ -187,18 +189,16 @@ def join_world(timeout_seconds: float) -> None:
     """
     if dist.is_initialized():
         return
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "nccl"
+        keep_groups_apart(os.environ)
     if "RANK" in os.environ:
         if torch.cuda.is_available():
-            local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-            if local >= count:
-                raise ConfigError(
-                    f"local rank {local} has no GPU: this machine shows {count} (CUDA_VISIBLE_DEVICES is "
-                    f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); start at most {count} processes a node "
-                    "(--nproc-per-node), or show more GPUs"
-                )
-            torch.cuda.set_device(local)
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+            own = own_device(os.environ, torch.cuda.device_count())
+            queue_in_order(section, os.environ, torch.cuda.get_device_capability(own)[0])
+            torch.cuda.set_device(own)
+        dist.init_process_group(backend, timeout=timedelta(seconds=section.timeout_seconds))
         return
     # Alone: a store in memory needs neither a port nor a file that another process could take.
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

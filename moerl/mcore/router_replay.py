@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
@@ -77,6 +78,16 @@ class ReplayRouter(TopKRouter):
         self.router_replay = RouterTap()
         self.load: Tensor | None = None
         """[e] rows that each expert got since counting began, where the balancing bias moves (see balancing.py)."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [s, b, e] float32 of `input` [s, b, h].
+
+        Of float32 factors torch makes the product: megatron's is TransformerEngine's wherever that is installed, which
+        rounds them to TF32, so that routes would differ from an exact engine's.
+        """
+        if input.dtype is torch.float32 and self.weight.dtype is torch.float32:
+            return F.linear(input, self.weight, self.bias)
+        return super().gating(input)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts for `logits` [s, b, e]."""

@@ -39,7 +39,7 @@ class ProcessTeam:
 
     def __init__(self, world: World, section: ParallelSection) -> None:
         """Join the process group and start to watch."""
-        join_world(section.timeout_seconds)
+        join_world(section)
         self.rank, self.size = world.rank, world.size
         self.is_leader = world.rank == 0
         self._timeout = timedelta(seconds=section.timeout_seconds)
@@ -52,7 +52,9 @@ class ProcessTeam:
         """By data-parallel rank: its ranks and the leader, where this rank is one of them."""
         self._part = 0
         signal.signal(signal.SIGTERM, _leave)
-        self._watch = Watch(_store(), world, section.silence_seconds)
+        ends_silently = dist.get_backend() == "nccl"  # torch then ends a process whose exchange takes too long
+        limit = section.timeout_seconds if ends_silently else None
+        self._watch = Watch(_store(), world, section.silence_seconds, exchange_seconds=limit)
         dist.barrier(self._group)
         self._watch.start()
 
@@ -111,10 +113,11 @@ class ProcessTeam:
             self._store.set(POINT, str(self._points))
             return
         pause = FIRST_PAUSE_SECONDS
-        while int(self._store.get(POINT)) < self._points:
-            self._watch.refuse_fault()
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        with self._watch.patient():
+            while int(self._store.get(POINT)) < self._points:
+                self._watch.refuse_fault()
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _new_group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """None on ranks outside; every rank calls it."""

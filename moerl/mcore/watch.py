@@ -4,6 +4,10 @@ A thread of every rank writes once a second into the launcher's store where its 
 others read rank 0's. Whoever finds a rank lost, or fails itself, claims the one place for a fault; all others see it
 there, say nothing and end with the same status. A thread ends the process, because the main thread may be inside an
 exchange that nobody will answer.
+
+Over gloo such an exchange ends with an error in the main thread (`Watch.explain`). Over NCCL the main thread waits for
+the GPU, and torch ends the process from a thread of its own, without a word of who is missing; there each rank reports
+before that, once its main thread has stood in one place for nearly as long as an exchange may take.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from moerl.errors import EXIT_FAILED, PeerError
+from moerl.mcore.standstill import Standstill
 from moerl.world import World
 
 MAX_BEAT_SECONDS = 1.0
@@ -30,6 +36,8 @@ GRACE_SECONDS = 4.0
 """After a fault is known, for the main thread to end by itself."""
 BLAME_SECONDS = 10.0
 """After an exchange failed, for the signs of life to show who is lost."""
+MARGIN_SECONDS = 30.0
+"""By which a standstill is told before torch ends an exchange (at most a tenth of what that may take)."""
 FAULT, BYE = "fault", "bye"
 
 
@@ -44,8 +52,29 @@ class _Seen:
 class Watch:
     """One rank's thread; `close` it before the process ends well."""
 
-    def __init__(self, store: Store, world: World, silence_seconds: float) -> None:
-        """`store` is a connection of its own, so that nothing the main thread waits for holds up the signs."""
+    def __init__(
+        self,
+        store: Store,
+        world: World,
+        silence_seconds: float,
+        *,
+        exchange_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Made by the main thread.
+
+        Args:
+            store: a connection of its own, so that nothing the main thread waits for holds up the signs.
+            world: this rank among the others.
+            silence_seconds: after which a rank without a sign is lost.
+            exchange_seconds: after which torch ends a process that waits in an exchange; None where it does not.
+            clock: seconds that only grow.
+        """
+        self._clock = clock
+        self._standstill = Standstill()
+        self._limit = None
+        if exchange_seconds is not None:
+            self._limit = exchange_seconds - min(MARGIN_SECONDS, exchange_seconds / 10)
         self._store = store
         self._world = world
         self._silence = silence_seconds
@@ -71,6 +100,10 @@ class Watch:
         """And in this part of it."""
         entered = self._place["entered"] + 1
         self._place = {**self._place, "phase": name, "entered": entered, "since": time.time()}
+
+    def patient(self) -> AbstractContextManager[None]:
+        """While the main thread waits for rank 0 outside of any exchange, however long that takes."""
+        return self._standstill.patient()
 
     def where(self) -> str:
         """This rank's place, for people."""
@@ -111,8 +144,9 @@ class Watch:
     def _run(self) -> None:
         while not self._closing.wait(self._seconds):
             try:
+                still = self._stand()
                 self._beat()
-                self._failed = self._fault() or self._look()
+                self._failed = self._fault() or self._look() or self._overdue(still)
             except (dist.DistError, RuntimeError, OSError):
                 self._failed = self._without_store()
             if self._failed is not None:
@@ -121,7 +155,22 @@ class Watch:
 
     def _beat(self) -> None:
         self._count += 1
-        self._store.set(str(self._world.rank), json.dumps({**self._place, "count": self._count}))
+        seen = {"at": self._standstill.place, "is_patient": self._standstill.is_patient, "count": self._count}
+        self._store.set(str(self._world.rank), json.dumps({**self._place, **seen}))
+
+    def _stand(self) -> float:
+        """Look where the main thread is; for how many seconds it has been there."""
+        return self._standstill.look(self._clock(), self._place["phase"], self._place["entered"])
+
+    def _overdue(self, still: float) -> dict[str, Any] | None:
+        """The fault of an exchange that torch is about to end with this process; None where none is due."""
+        if self._limit is None or still < self._limit:
+            return None
+        signs = {rank: json.loads(text) for rank, text in self._signs(range(self._world.size)).items()}
+        if all(sign["is_patient"] or sign["phase"] == BYE for rank, sign in signs.items() if rank != self._world.rank):
+            return None  # this rank has a long work of its own: nobody waits with it in an exchange
+        self._report(_stalled(signs, still) or self._behind())
+        return self._fault()
 
     def _fault(self) -> dict[str, Any] | None:
         return json.loads(self._store.get(FAULT)) if self._store.check([FAULT]) else None
@@ -177,6 +226,31 @@ class Watch:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _stalled(signs: dict[int, dict[str, Any]], still: float) -> str | None:
+    """Where ranks stand that are all in one phase; None where one is behind."""
+    if len({sign["entered"] for sign in signs.values()}) > 1:
+        return None
+    ranks_at: dict[str, list[int]] = {}
+    for rank, sign in signs.items():
+        ranks_at.setdefault(sign["at"], []).append(rank)
+    fewest_first = sorted(ranks_at.items(), key=lambda item: len(item[1]))
+    standing = "; ".join(f"{_ranks(ranks)} at {at or 'an unknown place'}" for at, ranks in fewest_first)
+    where = _where(next(iter(signs.values())))
+    return f"an exchange between the ranks did not end {where} for {still:.0f} s: {standing}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    listed = ", ".join("-".join(str(end) for end in run) for run in runs)
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
 def _where(sign: dict[str, Any]) -> str:

@@ -12,9 +12,11 @@ dropped, and its connections close with it.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +28,7 @@ from moerl.errors import WeightSyncError
 
 BACKENDS = ("gloo", "nccl")
 _POLL_SECONDS = 0.02
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Rendezvous:
@@ -171,12 +174,32 @@ class UpdateGroup:
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
-            return dist.ProcessGroupNCCL(store, 0, world_size, options)
+            with _waiting_in_the_caller():
+                return dist.ProcessGroupNCCL(store, 0, world_size, options)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = self._timeout
         options._devices = [gloo.create_device(hostname=address)]
         return gloo(store, 0, world_size, options)
+
+
+@contextlib.contextmanager
+def _waiting_in_the_caller() -> Iterator[None]:
+    """A group of NCCL that is made inside waits in `wait`, which raises when the time is over, as gloo's does.
+
+    torch reads this when a group is made. Otherwise `wait` returns at once, and torch's watchdog ends the process, with
+    the learner in it, once a broadcast takes too long: as it does when a server dies in its midst. (That the failure
+    is not told to the learner's groups either is settled in `mcore/gpu.py`.)
+    """
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
 
 
 def _line(error: BaseException) -> str:

@@ -47,9 +47,10 @@ BROAD_EXCEPT = {
 BROAD = {"Exception", "BaseException"}
 ENVIRONMENT = {
     "moerl/world.py": "RANK, WORLD_SIZE and their like, which the launcher sets",
-    "moerl/mcore/": "what torch and megatron read at import",
+    "moerl/mcore/": "what torch, megatron and CUDA read at import or when they start",
     "moerl/rewards/": "the bare environment of sandboxed workers",
     "moerl/rollout/sglang/servers.py": "the environment of a server's process, without the trainer's own variables",
+    "moerl/weight_sync/update_group.py": "what torch reads when it makes a group of NCCL, set for that moment alone",
     "moerl/rollout/sglang/shim/": "whether this is a server on a CPU",
 }
 """Where `os.environ` may be touched, and what for: never for configuration."""

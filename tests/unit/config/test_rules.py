@@ -151,6 +151,10 @@ def test_the_defaults_pass(base):
             ["parallel.dispatcher=allgather", "parallel.tensor=2", "parallel.expert=4"],
             ["parallel.dispatcher=allgather gathers equal shares", "4 x 1 must be at most parallel.tensor, 2"],
         ),
+        (
+            ["parallel.dispatcher=allgather", "parallel.pipeline=2"],
+            ["parallel.dispatcher=allgather with parallel.pipeline=2", "variable_seq_lengths", "dispatcher=alltoall"],
+        ),
         (["parallel.dispatcher=flex"], ["deep_ep is not installed", "parallel.tensor x parallel.expert is 1"]),
         (
             ["model.aux_loss_coefficient=0.1", "algorithm.routing=frozen_router"],

@@ -45,7 +45,10 @@ WRONG = {
 }
 
 
-WRONG_WITH_TE = {"latent_norms": {"multi_latent_attention": True, "layernorm_epsilon": 1e-5}}
+WRONG_WITH_TE = {
+    "latent_norms": {"multi_latent_attention": True, "layernorm_epsilon": 1e-5},
+    "te_window_context": {"context_parallel_size": 2, "window_size": (128, 0)},
+}
 
 
 def config_of(fields, **changes):
@@ -95,6 +98,16 @@ def test_sinks_of_transformer_engine_are_refused_under_tensor_parallelism(fields
     refuse_silent_faults(config_of(fields, softmax_type="vanilla", **cut), use_te=True)
 
 
+def test_sinks_of_transformer_engine_are_refused_under_context_parallelism(fields):
+    from moerl.mcore.guards import refuse_silent_faults
+
+    cut = {"context_parallel_size": 2, "softmax_type": "learnable"}
+    with pytest.raises(ConfigError, match=r"sliding windows or attention sinks .* set parallel\.context=1"):
+        refuse_silent_faults(config_of(fields, **cut), use_te=True)
+    refuse_silent_faults(config_of(fields, **cut, window_size=(128, 0)), use_te=False)
+    refuse_silent_faults(config_of(fields, context_parallel_size=2), use_te=True)
+
+
 def test_what_the_learner_asks_for_passes(fields):
     from moerl.mcore.guards import refuse_silent_faults
 
@@ -137,28 +150,35 @@ def test_a_family_cannot_bring_a_refused_setting_in(tiny_folder):
 
 
 @pytest.mark.parametrize(
-    ("has_cuda", "use_te", "warns"), [(True, False, True), (True, True, False), (False, False, False)]
+    ("has_cuda", "has_te", "use_te", "said"),
+    [
+        (True, False, False, "TransformerEngine is not installed: experts run one after the other"),
+        (True, True, False, "precision.params=fp32 trains without TransformerEngine: experts run one after the other"),
+        (True, True, True, ""),
+        (False, False, False, ""),
+    ],
 )
-def test_experts_without_grouped_products_on_a_gpu_are_told_of(caplog, has_cuda, use_te, warns):
+def test_experts_without_grouped_products_on_a_gpu_are_told_of(caplog, has_cuda, has_te, use_te, said):
     from moerl.mcore.guards import warn_without_grouped_gemm
 
     with caplog.at_level(logging.WARNING):
-        warn_without_grouped_gemm(has_cuda=has_cuda, use_te=use_te)
-    assert ("one after the other" in caplog.text) == warns
+        warn_without_grouped_gemm(has_cuda=has_cuda, has_te=has_te, use_te=use_te)
+    assert said in caplog.text
+    assert bool(caplog.text) == bool(said)
 
 
 def test_local_layers_run_experts_one_after_the_other(kit, tiny_folder):
     """Megatron's local layers take moe_grouped_gemm without a word and ignore it, so it is only set where it acts."""
-    from moerl.mcore.model import build_chunks, read_source, transformer_config, unwrap, uses_transformer_engine
+    from moerl.mcore.model import build_chunks, read_source, transformer_config, unwrap
     from moerl.mcore.parallel import initialize_parallel
 
     section = ModelSection(path=str(tiny_folder))
     source, layout = read_source(section), initialize_parallel(ParallelSection(), 0)
     config = transformer_config(source, section=section, precision=PrecisionSection(), parallel=layout)
-    assert config.moe_grouped_gemm == uses_transformer_engine()
+    assert not config.moe_grouped_gemm  # float32: the local layers, whatever is installed
     model = unwrap(build_chunks(source, config, layout)[0])
     names = {type(module).__name__ for module in model.modules()}
-    assert ("SequentialMLP" in names) == (not uses_transformer_engine())
+    assert "SequentialMLP" in names
 
 
 def test_yarn_is_never_rotated_by_the_fused_kernel(tmp_path, monkeypatch):
@@ -166,7 +186,7 @@ def test_yarn_is_never_rotated_by_the_fused_kernel(tmp_path, monkeypatch):
     from moerl.mcore import model as room
     from moerl.mcore.parallel import initialize_parallel
 
-    monkeypatch.setattr(room, "uses_transformer_engine", lambda: True)
+    monkeypatch.setattr(room, "uses_transformer_engine", lambda dtype: True)
     layout = initialize_parallel(ParallelSection(), 0)
     section = ModelSection(path=str(tiny_models.save_model(tmp_path / "m", "fused")))  # gpt-oss
     source = room.read_source(section)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -90,22 +91,47 @@ except ConfigError as error:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the backend is a no-op with CUDA")
 def test_broken_installations_are_explained(tmp_path):
-    """A foreign apex, a TransformerEngine that does not import, another megatron-core, a torch without a replaced
-    name.
+    """A foreign apex, a TransformerEngine that does not import, one that is too old, another megatron-core, a torch
+    without a replaced name.
     """
-    apex, engine, other = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    apex, engine, other, old = (tmp_path / name for name in "abcd")
     (apex / "apex").mkdir(parents=True)
     (apex / "apex" / "__init__.py").write_text("")
     (engine / "transformer_engine").mkdir(parents=True)
     (engine / "transformer_engine" / "__init__.py").write_text("raise ImportError('libcublas.so.99: no such file')")
     (other / "megatron_core-0.12.0.dist-info").mkdir(parents=True)
     (other / "megatron_core-0.12.0.dist-info" / "METADATA").write_text("Name: megatron-core\nVersion: 0.12.0\n")
-    command = [sys.executable, "-c", PROBE, str(apex), str(engine), str(other)]
+    (old / "transformer_engine" / "pytorch").mkdir(parents=True)
+    (old / "transformer_engine" / "__init__.py").write_text("__version__ = '2.19.4+cu12'")
+    (old / "transformer_engine" / "pytorch" / "__init__.py").write_text("")
+    command = [sys.executable, "-c", PROBE, str(apex), str(engine), str(other), str(old)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines[0].startswith("the importable 'apex' is not NVIDIA's")
     assert lines[1].startswith("transformer_engine is installed but does not import (libcublas.so.99")
     assert lines[2].startswith("megatron-core is 0.12.0, but 0.19.2 is needed")
-    assert "torch.cuda.Event does not exist in torch" in lines[3]
+    assert lines[3].startswith("transformer_engine is 2.19.4+cu12, but 2.20 or later is needed")
+    assert "torch.cuda.Event does not exist in torch" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"),
+    [("2.19.0", True), ("1.99", True), ("2.20.0", False), ("2.20.2+abc", False), ("3.0", False), (None, True)],
+)
+def test_a_transformer_engine_whose_adam_loses_steps_is_refused(monkeypatch, version, is_refused):
+    import types
+
+    from moerl.mcore import cpu_backend
+
+    engine = types.ModuleType("transformer_engine")
+    if version is not None:
+        engine.__version__ = version
+    monkeypatch.setitem(sys.modules, "transformer_engine", engine)
+    if not is_refused:
+        cpu_backend._refuse_old_engine()
+        return
+    said = f"transformer_engine is {version or 'of an unknown version'}, but 2.20 or later is needed"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        cpu_backend._refuse_old_engine()
 
 
 @pytest.mark.parametrize(
