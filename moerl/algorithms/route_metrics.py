@@ -61,8 +61,7 @@ def route_metrics(
         raise ValueError(
             f"two routings of one batch must have one shape, not {[*a_routes.shape]} and {[*b_routes.shape]}"
         )
-    has_both = a_logq is not None and b_logq is not None
-    logq = (a_logq[mask], b_logq[mask]) if has_both else None
+    logq = None if a_logq is None or b_logq is None else (a_logq[mask], b_logq[mask])
     drift = drift_of(a_routes[mask], b_routes[mask], logq)
     return drift_metrics(drift, a_routes.shape[2], prefix=prefix, layers=layers)
 
@@ -91,9 +90,7 @@ def drift_of(a_routes: Tensor, b_routes: Tensor, logq: tuple[Tensor, Tensor] | N
     return found
 
 
-def drift_metrics(
-    drift: Mapping[str, Tensor], k: int, *, prefix: str, layers: Sequence[int] | None = None
-) -> Metrics:
+def drift_metrics(drift: Mapping[str, Tensor], k: int, *, prefix: str, layers: Sequence[int] | None = None) -> Metrics:
     """Of what `drift_of` found of two routings to `k` experts; `prefix` and `layers` as in `route_metrics`."""
     shared = drift["shared"].double()
     changed = shared < k

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -89,9 +90,9 @@ class OldRouting:
         wanted = self._wanted[sample]
         if not torch.isin(rows, wanted).all():
             raise DataError(
-                f"sample {sample} of the last minibatch has {len(rows)} live tokens, of which some were masked when the "
-                f"batch was scored ({len(wanted)} were live then); a mask may only lose tokens after score, so score "
-                "the batch again"
+                f"sample {sample} of the last minibatch has {len(rows)} live tokens, some of them masked when the "
+                f"batch was scored ({len(wanted)} were live then); a mask may only lose tokens after score: score the "
+                "batch again"
             )
         return torch.searchsorted(wanted, rows)
 
@@ -104,5 +105,4 @@ def _rows_of(batch: MicroBatch) -> tuple[Tensor, list[slice]]:
     starts = batch.cu_seqlens.long().cpu()
     cuts = torch.searchsorted(rows, starts)
     owners = torch.repeat_interleave(starts[:-1], cuts.diff())
-    limits = cuts.tolist()
-    return rows - owners, [slice(a, b) for a, b in zip(limits[:-1], limits[1:], strict=True)]
+    return rows - owners, [slice(a, b) for a, b in pairwise(cuts.tolist())]

@@ -136,8 +136,8 @@ class MegatronPolicy:
         (rollout, old) is then measured by `update`), or neither a ratio nor routes.
 
         Returns:
-            The batch with `old_logprobs`, `old_routes`, `old_router_logprobs` (and `ref_logprobs`) filled in every
-            epoch, and `route/*`, `load/*`, `mm/*` of the pair (rollout, old).
+            The batch with `old_logprobs`, `old_routes` (and where needed `old_router_logprobs`, `ref_logprobs`) filled
+            in every epoch, and `route/*`, `load/*`, `mm/*` of the pair (rollout, old).
         """
         self._old_routing.clear()
         self._runner.take_flops()  # those of probes belong to no step
@@ -238,6 +238,7 @@ class MegatronPolicy:
             if index == 0:
                 metrics.update(update_agreement(minibatch, results, new))
             merge_into(metrics, new)
+        self._old_routing.clear()  # the host may need the room while engines sample
         self.version += 1
         every = self._refresh.update_every_steps
         if every and self.version % every == 0:

@@ -114,9 +114,7 @@ def test_backward_may_run_in_any_order(kit, tiny_folder, micro):
 
     def run(schedule):
         policy._optimizer.zero_grad()
-        work = _Pass(
-            [micro, other], lambda batch: (batch.routes, batch.has_route), policy.parallel, keep=None, scale=1
-        )
+        work = _Pass([micro, other], lambda batch: (batch.routes, batch.has_route), policy.parallel, keep=None, scale=1)
         outputs = {}
         for action, i in schedule:
             if action == "F":
