@@ -38,15 +38,15 @@ class RouteProbe:
         self._last: RouterStats | None = None
 
     def start(self, samples: Sequence[Sample]) -> None:
-        """Fix the probe's sequences (`probe_samples`; the same on every rank) and take the routes of step 0."""
-        self._samples = list(samples)
+        """Fix the probe's sequences (`probe_samples`; the same on every rank) and take the routes of step 0.
+
+        The first sequence goes alone ahead, since its layers and experts say how many of the others fit.
+        """
+        self._samples = list(samples[:1])
         if self._samples:
             first = self._routes()
-            fitting = _fitting(self._samples, first)
-            if fitting < len(self._samples):
-                self._samples = self._samples[:fitting]
-                first = self._routes()
-            self._first = self._last = first
+            self._samples = list(samples[: _fitting(samples, first)])
+            self._first = self._last = self._routes() if len(self._samples) > 1 else first
 
     def measure(self) -> Metrics:
         """Metrics of the pairs (last step, now) and (step 0, now); {} where there is no probe."""

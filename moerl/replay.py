@@ -150,7 +150,9 @@ def compare_gradients(oracle: Mapping[str, Tensor], learner: Mapping[str, Tensor
 def _replayed(micro: MicroBatch, routing: str) -> tuple[Tensor | None, Tensor | None]:
     if routing == "R3":
         return micro.routes, micro.has_route
-    return (micro.old_routes, None) if routing == "R2" else (None, None)
+    if routing != "R2" or micro.old_routes is None:
+        return None, None
+    return micro.old_routes.long(), None
 
 
 def _scores(out: ModelOutput, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -199,7 +201,7 @@ def _router_shift(out: ModelOutput, micro: MicroBatch, routing: str) -> Tensor:
     """Raw gamma [t]: exp of minus the mean deviation over layers and the experts active under the old policy."""
     if micro.old_routes is None or micro.old_router_logprobs is None:
         raise DataError("the batch was not scored for the router shift; dump it after the score pass")
-    active = micro.old_routes
+    active = micro.old_routes.long()
     if routing == "R3" and micro.routes is not None:
         has_route = torch.ones_like(micro.mask) if micro.has_route is None else micro.has_route
         active = torch.where(has_route[:, None, None], micro.routes, active)

@@ -330,9 +330,9 @@ class MicroBatch:
     old_top_logprobs: Tensor | None = None
     """[t, k] float32: what the policy gave `rollout_top_ids` at the score pass; filled where they are there."""
     old_routes: Tensor | None = None
-    """[t, l, k] int64: the router's own top-k at the weights of the score pass (not shifted), whatever was replayed."""
+    """[t, l, k] uint8 or int16: the router's own top-k at the score pass (not shifted), whatever was replayed."""
     old_router_logprobs: Tensor | None = None
-    """[t, l, k] float32: log q_old on `old_routes`, or on the replayed set under replay (RSPO); not shifted."""
+    """[t, l, k] float32: log q_old on `old_routes`, or on the replayed set; not shifted; for the router shift alone."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Scalars of the whole minibatch that some term reads."""
 

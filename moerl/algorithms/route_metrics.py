@@ -7,7 +7,7 @@ Under replay, give the router's own top-k. Every number carries its law, so that
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from moerl.metrics import Mean, Metrics, Min, Quantile
 
 __all__ = [
     "LoadTracker",
+    "drift_metrics",
+    "drift_of",
     "expert_counts",
     "gamma_metrics",
     "load_metrics",
@@ -30,6 +32,8 @@ __all__ = [
 _CHUNK_ELEMENTS = 1 << 22
 """Elements of the largest temporary of a chunk: memory is bounded whatever the number of tokens."""
 _MIN_LOG_PROB = math.log(1e-8)
+_SUMMED = ("kl", "js", "tv")
+"""Distances that nobody reads but as means."""
 
 
 def route_metrics(
@@ -57,25 +61,53 @@ def route_metrics(
         raise ValueError(
             f"two routings of one batch must have one shape, not {[*a_routes.shape]} and {[*b_routes.shape]}"
         )
-    a, b = a_routes[mask], b_routes[mask]
-    k = a.shape[2]
-    shared = _map_chunks(_shared_experts, a, b, width=k * k)
+    logq = None if a_logq is None or b_logq is None else (a_logq[mask], b_logq[mask])
+    drift = drift_of(a_routes[mask], b_routes[mask], logq)
+    return drift_metrics(drift, a_routes.shape[2], prefix=prefix, layers=layers)
+
+
+def drift_of(a_routes: Tensor, b_routes: Tensor, logq: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+    """What `drift_metrics` reads of two routings [m, l, k] of the same tokens, without an axis of experts.
+
+    Every layer is for itself, so that what several pipeline stages found of their layers may be joined along axis 1.
+
+    Args:
+        a_routes: [m, l, k] expert ids.
+        b_routes: [m, l, k] expert ids.
+        logq: log-probabilities of a and of b over all experts, [m, l, e] each.
+
+    Returns:
+        `shared` [m, l], small integers: experts that both took. With `logq` also `dev` [m, l] float64, RSPO's deviation
+        on a's experts, and the sums over the tokens [1, l] float64 of `kl` (of a from b), `js` and `tv`.
+    """
+    k = a_routes.shape[2]
+    shared = _map_chunks(_shared_experts, a_routes, b_routes, width=k * k)
+    found = {"shared": shared.to(torch.uint8 if k < 256 else torch.int16)}
+    if logq is not None:
+        distances = _distances(a_routes, *logq)
+        found["dev"] = distances["dev"]
+        found.update((name, distances[name].sum(0, keepdim=True)) for name in _SUMMED)
+    return found
+
+
+def drift_metrics(drift: Mapping[str, Tensor], k: int, *, prefix: str, layers: Sequence[int] | None = None) -> Metrics:
+    """Of what `drift_of` found of two routings to `k` experts; `prefix` and `layers` as in `route_metrics`."""
+    shared = drift["shared"].double()
     changed = shared < k
-    named = layers if layers is not None else range(a.shape[1])
-    metrics: Metrics = {}
-    per_layer = {
-        "set_change": changed.double(),
-        "expert_change": 1 - shared.double() / k,
-        "jaccard": shared.double() / (2 * k - shared),
+    named = layers if layers is not None else range(shared.shape[1])
+    count = _count(shared)
+    sums = {
+        "set_change": changed.double().sum(0),
+        "expert_change": (1 - shared / k).sum(0),
+        "jaccard": (shared / (2 * k - shared)).sum(0),
     }
-    if a_logq is not None and b_logq is not None:
-        distances = _distances(a, a_logq[mask], b_logq[mask])
-        per_layer.update(distances)
-        metrics.update(_quantiles(f"{prefix}/dev", distances["dev"].flatten(), {"p90": 0.9, "p99": 0.99}))
-    for name, values in per_layer.items():
-        metrics.update(_layer_means(f"{prefix}/{name}", values, named))
+    metrics: Metrics = {}
+    if "dev" in drift:
+        sums.update({name: drift[name][0] for name in _SUMMED}, dev=drift["dev"].sum(0))
+        metrics.update(_quantiles(f"{prefix}/dev", drift["dev"].flatten(), {"p90": 0.9, "p99": 0.99}))
+    for name, totals in sums.items():
+        metrics.update(_layer_means(f"{prefix}/{name}", totals, count, named))
     any_layer = changed.any(1).double()
-    count = _count(any_layer)
     metrics[f"{prefix}/any_layer"] = Mean(any_layer.sum(), count)
     metrics[f"{prefix}/zero_deviation"] = Mean((1 - any_layer).sum(), count)
     metrics[f"{prefix}/layers_changed"] = Mean(changed.double().sum(), count)
@@ -141,13 +173,11 @@ def _distances(a_routes: Tensor, a_logq: Tensor, b_logq: Tensor) -> dict[str, Te
     return {name: torch.cat(values) for name, values in parts.items()}
 
 
-def _layer_means(name: str, values: Tensor, layers: Sequence[int]) -> Metrics:
-    """`values` [t, l] float64: the mean over all pairs, and per layer."""
-    sums = values.sum(0)
-    tokens = _count(values)
-    metrics: Metrics = {name: Mean(sums.sum(), tokens * values.shape[1])}
-    for layer, total in zip(layers, sums.unbind(), strict=True):
-        metrics[f"{name}/layer_{layer:03d}"] = Mean(total, tokens)
+def _layer_means(name: str, totals: Tensor, count: float, layers: Sequence[int]) -> Metrics:
+    """`totals` [l] float64 over `count` tokens: the mean over all pairs, and per layer."""
+    metrics: Metrics = {name: Mean(totals.sum(), count * totals.shape[0])}
+    for layer, total in zip(layers, totals.unbind(), strict=True):
+        metrics[f"{name}/layer_{layer:03d}"] = Mean(total, count)
     return metrics
 
 

@@ -4,13 +4,11 @@ the first update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from moerl.mcore.moe_stats import margins
-from moerl.mcore.router_replay import Observation
 from moerl.mcore.step import MicroResult
 from moerl.metrics import Max, Mean, Metrics, masked_mean, merge_into
 from moerl.types import MicroBatch
@@ -34,22 +32,21 @@ def rollout_agreement(
             merge_into(metrics, _agreement_without_experts(batch, result.logprobs))
     elif all(batch.routes is not None for batch, _ in real):
         for batch, result in real:
-            if result.observed is not None:
-                merge_into(metrics, _agreement(batch, result.logprobs, result.observed))
+            if result.kept:
+                merge_into(metrics, _agreement(batch, result.logprobs, result.kept))
     return metrics
 
 
-def _agreement(batch: MicroBatch, logprobs: Tensor, seen: Observation) -> Metrics:
+def _agreement(batch: MicroBatch, logprobs: Tensor, kept: Mapping[str, Tensor]) -> Metrics:
     assert batch.routes is not None
     theirs = batch.routes.long()
-    differs = (theirs.sort(-1).values != seen.own_routes.sort(-1).values).any(-1)  # [t, l]
+    differs = (theirs.sort(-1).values != kept["own_routes"].sort(-1).values).any(-1)  # [t, l]
     if batch.has_route is not None:
         differs &= batch.has_route[:, None]
     so_far = _any_so_far(differs, batch.cu_seqlens)
     below = torch.cat([torch.zeros_like(so_far[:, :1]), so_far.cummax(-1).values[:, :-1]], dim=-1)
     first = differs & ~below
-    rows = torch.nonzero(first.any(-1))[:, 0]
-    gap = margins(theirs[rows], seen.own_routes[rows], seen.selection[rows]).masked_fill(~first[rows], 0.0)
+    gap = kept["margin"].masked_fill(~first, 0.0)
 
     follows = torch.cat([so_far.new_zeros(1), so_far.any(-1)[:-1]]) & (batch.position_ids > 0)
     judged = batch.mask & ~follows

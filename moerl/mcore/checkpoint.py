@@ -222,14 +222,13 @@ def _check_names(
 
 
 def _to_host(shards: Sequence[Shard]) -> list[Shard]:
-    """Copies on the host; all copies of a GPU's memory are under way before the first is waited for."""
+    """Copies on the host, in memory that the system gets back after the save; pinned memory torch would keep for ever,
+    in blocks of powers of two.
+    """
     copies = []
     for shard in shards:
-        is_cuda = shard.data.is_cuda
-        copy = torch.empty(shard.data.shape, dtype=shard.data.dtype, device="cpu", pin_memory=is_cuda)
-        copies.append(Shard(shard.name, shard.shape, shard.offset, copy.copy_(shard.data, non_blocking=is_cuda)))
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        copy = torch.empty(shard.data.shape, dtype=shard.data.dtype, device="cpu")
+        copies.append(Shard(shard.name, shard.shape, shard.offset, copy.copy_(shard.data)))
     return copies
 
 

@@ -147,7 +147,7 @@ class MegatronCritic:
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """[t] float32 each, at the current weights, without gradient."""
-        results = self._runner.forward(micro_batches, own_routes, observe=False)
+        results = self._runner.forward(micro_batches, own_routes)
         return [result.logprobs for result in results]
 
     def score(self, batch: StepBatch) -> StepBatch:
@@ -209,7 +209,7 @@ class MegatronCritic:
         return merge_into(metrics, {name.replace("optim/", "critic/"): value for name, value in stepped.items()})
 
     def _accumulate(self, minibatch: Sequence[MicroBatch]) -> list[MicroResult]:
-        return self._runner.forward_backward(minibatch, self._loss, own_routes, observe=False)
+        return self._runner.forward_backward(minibatch, self._loss, own_routes)
 
     def _loss(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Metrics]:
         returns, old_values = _targets(batch)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moerl.config.schema import ModelSection, OptimSection, ParallelSection, PrecisionSection
+from moerl.mcore import moe_stats
 from moerl.mcore.model import ModelSource, PackedGPTModel, build_chunks, transformer_config, unwrap
 from moerl.mcore.optim import wrap_chunks
 from moerl.mcore.parallel import initialize_parallel
@@ -67,13 +68,13 @@ def forward_once(source: ModelSource, token_ids: Tensor, *, allowed: Iterable[st
     WeightMap(source, chunks, layout).load_hf(allowed=allowed)
     runner = StepRunner(wrap_chunks(chunks, config, OptimSection()), layout, source.kwargs)
     device = torch.device(torch.cuda.current_device())
-    (result,) = runner.forward([_micro_batch(token_ids.to(device))], own_routes, observe=True)
+    (result,) = runner.forward([_micro_batch(token_ids.to(device))], own_routes, keep=moe_stats.keep_choice)
     model = unwrap(chunks[0])
     assert isinstance(model, _OpenModel)
     assert model.into_head is not None
     # copies: parameters may be views of one buffer of all of them, which would live on
     hidden, head = (tensor.detach().cpu().clone() for tensor in model.into_head)
-    routes = None if result.observed is None else result.observed.own_routes.cpu()
+    routes = result.kept["own_routes"].long().cpu() if result.kept else None
     return Outcome(hidden, head, routes)
 
 

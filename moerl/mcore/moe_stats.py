@@ -2,21 +2,33 @@
 
 Token j is predicted by the forward of token j - 1, so its routing is row j - 1 of the pack; that shift is made here,
 once.
+
+An observation has an axis of experts, so one of a whole step would not fit a device. `keep_*` take from that of one
+micro-batch, right after its forward and layer by layer, what the metrics need; the rest reads nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from moerl.algorithms.mismatch_metrics import mismatch_metrics
-from moerl.algorithms.route_metrics import expert_counts, gamma_metrics, route_metrics, router_shift_gamma
-from moerl.mcore.router_replay import Observation
-from moerl.metrics import Max, Metrics, masked_mean
+from moerl.algorithms.route_metrics import (
+    drift_metrics,
+    drift_of,
+    expert_counts,
+    gamma_metrics,
+    route_metrics,
+    router_shift_gamma,
+)
+from moerl.mcore.router_replay import Observation, compact
+from moerl.metrics import Max, Metrics, masked_mean, merge_into
 from moerl.types import MicroBatch, RouterStats
+
+_CHUNK_ELEMENTS = 1 << 22
+"""Of router scores at a time."""
 
 
 def predicting_rows(batch: MicroBatch) -> Tensor:
@@ -24,66 +36,85 @@ def predicting_rows(batch: MicroBatch) -> Tensor:
     return torch.nonzero(batch.mask & (batch.position_ids > 0))[:, 0] - 1
 
 
-def live_stats(batch: MicroBatch, observed: Observation) -> RouterStats:
-    """The routers' own choice and log q on live tokens."""
+def of_layers(routes: Tensor, layers: tuple[int, ...]) -> Tensor:
+    """Those of `layers` among all MoE layers [t, l, k]; `routes` itself where these are all."""
+    return routes if layers == tuple(range(routes.shape[1])) else routes[:, list(layers)]
+
+
+def keep_live(batch: MicroBatch, seen: Observation, layers: tuple[int, ...]) -> dict[str, Tensor]:
+    """`own_routes` [m, l, k] and `log_probs` [m, l, e] of live tokens: all there is, and large."""
+    del layers
     rows = predicting_rows(batch)
-    return RouterStats(observed.own_routes[rows], observed.log_probs[rows])
+    return {"own_routes": seen.own_routes[rows], "log_probs": seen.log_probs[rows]}
 
 
-def router_shift(batch: MicroBatch, observed: Observation, routes_old: Tensor) -> Tensor:
+def keep_choice(batch: MicroBatch, seen: Observation, layers: tuple[int, ...]) -> dict[str, Tensor]:
+    """What the pair (rollout, learner) is measured by.
+
+    Returns:
+        `own_routes` [t, l, k] as small integers, and where the rollout gave routes `margin` [t, l] float32: see
+        `margins`; 0 where a token has no route.
+    """
+    kept = {"own_routes": compact(seen.own_routes, seen.log_probs.shape[-1])}
+    if batch.routes is not None:
+        rows = torch.arange(batch.num_tokens, device=batch.mask.device)
+        if batch.has_route is not None:
+            rows = rows[batch.has_route]
+        kept["margin"] = seen.selection.new_zeros(batch.num_tokens, len(layers))
+        theirs = of_layers(batch.routes, layers)
+        for some in rows.split(max(1, _CHUNK_ELEMENTS // max(1, seen.selection[0:1].numel()))):
+            kept["margin"][some] = margins(theirs[some].long(), seen.own_routes[some], seen.selection[some])
+    return kept
+
+
+def keep_drift(batch: MicroBatch, seen: Observation, old: RouterStats) -> dict[str, Tensor]:
+    """What the pair (old, current) is measured by: `drift_of` on live tokens, which `old` has of the same layers."""
+    rows = predicting_rows(batch)
+    assert old.log_probs is not None
+    return drift_of(old.own_routes, seen.own_routes[rows], (old.log_probs, seen.log_probs[rows]))
+
+
+def router_shift(batch: MicroBatch, now: Tensor) -> Tensor:
     """RSPO's raw gamma [t], detached: entry j is row j - 1's; 1 at the first token of a sequence.
 
-    `routes_old` [t, l, k] is the set S that `batch.old_router_logprobs` was taken on.
+    `now` [t, l, k] is log q on the set that `batch.old_router_logprobs` was taken on.
     """
     assert batch.old_router_logprobs is not None
-    now = observed.log_probs.gather(-1, routes_old)
     gamma = router_shift_gamma(batch.old_router_logprobs, now)
     shifted = torch.cat([gamma.new_ones(1), gamma[:-1]])
     return shifted.masked_fill(batch.position_ids == 0, 1.0)
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """Two routings of the same live tokens."""
-
-    before: Tensor
-    after: Tensor
-    selection: Tensor
-    """[m, l, e]: what the later top-k was taken of."""
-
-
-def own_counts(batches: Sequence[MicroBatch], observed: Sequence[Observation], num_experts: int) -> Tensor:
+def own_counts(batches: Sequence[MicroBatch], kept: Sequence[Mapping[str, Tensor]], num_experts: int) -> Tensor:
     """[l, e] int64: live tokens that each expert would get by the routers' own choice."""
-    own = torch.cat([seen.own_routes[predicting_rows(batch)] for batch, seen in zip(batches, observed, strict=True)])
-    return expert_counts(own, torch.ones(own.shape[0], dtype=torch.bool, device=own.device), num_experts)
+    counts = []
+    for batch, of_batch in zip(batches, kept, strict=True):
+        own = of_batch["own_routes"][predicting_rows(batch)]
+        counts.append(expert_counts(own, torch.ones(own.shape[0], dtype=torch.bool, device=own.device), num_experts))
+    return torch.stack(counts).sum(0)
 
 
-def rollout_pair_metrics(batches: Sequence[MicroBatch], observed: Sequence[Observation]) -> Metrics:
-    """`route/*` of (rollout, old) on live tokens that have a route; nothing where the rollout gave none."""
-    real = [(batch, seen) for batch, seen in zip(batches, observed, strict=True) if not batch.is_filler]
+def rollout_pair_metrics(batches: Sequence[MicroBatch], kept: Sequence[Mapping[str, Tensor]]) -> Metrics:
+    """`route/*` of (rollout, old) on live tokens that have a route, from what `keep_choice` kept; nothing where the
+    rollout gave none.
+    """
+    real = [(batch, of_batch) for batch, of_batch in zip(batches, kept, strict=True) if not batch.is_filler]
     if not real or any(batch.routes is None for batch, _ in real):
         return {}
-    pairs = [_rollout_pair(batch, seen) for batch, seen in real]
-    before, after = torch.cat([p.before for p in pairs]), torch.cat([p.after for p in pairs])
-    everywhere = torch.ones(before.shape[0], dtype=torch.bool, device=before.device)
-    metrics = route_metrics(before, after, everywhere, prefix="route")
-    metrics["route/max_margin_of_changed"] = Max(torch.stack([_max_margin(pair) for pair in pairs]).max())
+    metrics: Metrics = {}
+    largest = []
+    for batch, of_batch in real:
+        rows = predicting_rows(batch)
+        assert batch.routes is not None
+        if batch.has_route is not None:
+            rows = rows[batch.has_route[rows]]
+        everywhere = torch.ones(rows.shape[0], dtype=torch.bool, device=rows.device)
+        theirs, own = batch.routes[rows], of_batch["own_routes"][rows]
+        merge_into(metrics, route_metrics(theirs, own, everywhere, prefix="route"))
+        margin = of_batch["margin"][rows]
+        largest.append(margin.max() if margin.numel() else margin.new_zeros(()))
+    metrics["route/max_margin_of_changed"] = Max(torch.stack(largest).max())
     return metrics
-
-
-def _rollout_pair(batch: MicroBatch, seen: Observation) -> _Pair:
-    rows = predicting_rows(batch)
-    assert batch.routes is not None
-    if batch.has_route is not None:
-        rows = rows[batch.has_route[rows]]
-    return _Pair(batch.routes[rows], seen.own_routes[rows], seen.selection[rows])
-
-
-def _max_margin(pair: _Pair) -> Tensor:
-    """The largest margin; 0 without any."""
-    if not pair.before.numel():
-        return pair.selection.new_zeros(())
-    return margins(pair.before, pair.after, pair.selection).max()
 
 
 def margins(before: Tensor, after: Tensor, selection: Tensor) -> Tensor:
@@ -99,17 +130,12 @@ def margins(before: Tensor, after: Tensor, selection: Tensor) -> Tensor:
     return (kth - selection.gather(-1, before)).masked_fill(kept, 0.0).amax(-1).clamp_min(0.0)
 
 
-def update_pair_metrics(before: Sequence[RouterStats], after: Sequence[RouterStats]) -> Metrics:
-    """`route_update/*` of (old, current) over one minibatch."""
-    a, b = torch.cat([s.own_routes for s in before]), torch.cat([s.own_routes for s in after])
-    a_logq, b_logq = _stack_logq(before), _stack_logq(after)
-    everywhere = torch.ones(a.shape[0], dtype=torch.bool, device=a.device)
-    return route_metrics(a, b, everywhere, prefix="route_update", a_logq=a_logq, b_logq=b_logq)
-
-
-def _stack_logq(stats: Sequence[RouterStats]) -> Tensor | None:
-    logq = [s.log_probs for s in stats if s.log_probs is not None]
-    return torch.cat(logq) if len(logq) == len(stats) else None
+def update_pair_metrics(kept: Sequence[Mapping[str, Tensor]], topk: int) -> Metrics:
+    """`route_update/*` of (old, current) over one minibatch, from what `keep_drift` kept."""
+    metrics: Metrics = {}
+    for drift in kept:
+        merge_into(metrics, drift_metrics(drift, topk, prefix="route_update"))
+    return metrics
 
 
 def logprob_pair_metrics(batches: Sequence[MicroBatch], old: Sequence[Tensor]) -> Metrics:

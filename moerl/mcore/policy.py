@@ -23,7 +23,7 @@ from moerl.mcore.old_routing import OldRouting
 from moerl.mcore.optim import Optimizer, minibatch_of, wrap_chunks
 from moerl.mcore.parallel import ParallelState, initialize_parallel
 from moerl.mcore.reduce import merge_over_ranks
-from moerl.mcore.router_replay import Observation
+from moerl.mcore.router_replay import Keep, Observation
 from moerl.mcore.step import MicroResult, Routes, StepRunner, TokenScores, own_routes, rollout_routes
 from moerl.mcore.weights import WeightMap
 from moerl.metrics import Mean, Metrics, Sum, masked_mean, merge_into
@@ -68,7 +68,7 @@ class MegatronPolicy:
         self._frozen: dict[str, FrozenWeights] = {}
         """By the field of a micro-batch that their logprobs fill."""
         self._refresh = ReferenceSection()
-        self._old_routing = OldRouting()
+        self._old_routing = OldRouting(keeps_numbers=parallel.tp.rank == parallel.cp.rank == 0)
         self._gamma_min = 0.8
 
     @classmethod
@@ -136,8 +136,8 @@ class MegatronPolicy:
         (rollout, old) is then measured by `update`), or neither a ratio nor routes.
 
         Returns:
-            The batch with `old_logprobs`, `old_routes`, `old_router_logprobs` (and `ref_logprobs`) filled in every
-            epoch, and `route/*`, `load/*`, `mm/*` of the pair (rollout, old).
+            The batch with `old_logprobs`, `old_routes` (and where needed `old_router_logprobs`, `ref_logprobs`) filled
+            in every epoch, and `route/*`, `load/*`, `mm/*` of the pair (rollout, old).
         """
         self._old_routing.clear()
         self._runner.take_flops()  # those of probes belong to no step
@@ -145,14 +145,14 @@ class MegatronPolicy:
         filled: list[dict[str, Tensor]] = [{} for _ in first_epoch]
         metrics: Metrics = {}
         if self._needs_old_pass(batch, needs):
-            results = self._runner.forward(first_epoch, self._replay_for_score, observe=True)
-            self._old_routing.keep(batch, first_epoch, results)
-            for fields, micro, result in zip(filled, first_epoch, results, strict=True):
-                fields.update(self._old_fields(micro, result, needs))
+            self._old_routing.expect(batch)
+            results = self._runner.forward(first_epoch, self._replay_for_score, keep=self._keep_at_score(needs))
+            for fields, result in zip(filled, results, strict=True):
+                fields.update(_old_fields(result, needs))
             metrics = self._pair_metrics(first_epoch, results)
         for name in sorted({REFERENCE, TEACHER} & needs):
             with chosen(self._frozen, name).in_place():
-                results = self._runner.forward(first_epoch, own_routes, observe=False)
+                results = self._runner.forward(first_epoch, own_routes)
             for fields, result in zip(filled, results, strict=True):
                 fields[name] = result.logprobs
         if flops := self._runner.take_flops():  # a step that pre-trains a critic has no update to count them
@@ -178,32 +178,35 @@ class MegatronPolicy:
             return rollout_routes(batch)
         return (batch.old_routes, None) if self._routing == "R2" else (None, None)
 
-    def _old_fields(self, batch: MicroBatch, result: MicroResult, needs: frozenset[str]) -> dict[str, Tensor]:
-        fields = {"old_logprobs": result.logprobs}
-        if result.top_logprobs is not None:
-            fields["old_top_logprobs"] = result.top_logprobs
-        if "old_entropy" in needs:
-            fields["old_entropy"] = result.entropy
-        if result.observed is not None:
-            fields["old_routes"] = result.observed.own_routes
-            used = self._shift_set(batch, result.observed.own_routes)
-            fields["old_router_logprobs"] = result.observed.log_probs.gather(-1, used)
-        return fields
+    def _keep_at_score(self, needs: frozenset[str]) -> Keep:
+        def keep(batch: MicroBatch, seen: Observation, layers: tuple[int, ...]) -> dict[str, Tensor]:
+            self._old_routing.keep(batch, seen, layers)
+            kept = moe_stats.keep_choice(batch, seen, layers)
+            if "router_shift" in needs:
+                kept["log_q"] = self._log_q_of_shift(batch, seen.own_routes, seen, layers)
+            return kept
 
-    def _shift_set(self, batch: MicroBatch, old_routes: Tensor) -> Tensor:
-        """The experts active under the old policy [t, l, k]: its own, or the replayed ones where there are any."""
-        if self._routing != "R3" or batch.routes is None:
-            return old_routes
-        if batch.has_route is None:
-            return batch.routes
-        return torch.where(batch.has_route[:, None, None], batch.routes, old_routes)
+        return keep
+
+    def _log_q_of_shift(
+        self, batch: MicroBatch, old_routes: Tensor, seen: Observation, layers: tuple[int, ...]
+    ) -> Tensor:
+        """On the experts active under the old policy [t, l, k], all of `layers`: its own, or the replayed ones where
+        there are any.
+        """
+        used = old_routes
+        if self._routing == "R3" and batch.routes is not None:
+            replayed = moe_stats.of_layers(batch.routes, layers)
+            has_route = batch.has_route
+            used = replayed if has_route is None else torch.where(has_route[:, None, None], replayed, used)
+        return seen.log_probs.gather(-1, used.long())
 
     def _pair_metrics(self, batches: Sequence[MicroBatch], results: Sequence[MicroResult]) -> Metrics:
         metrics: Metrics = {}
-        observed = [result.observed for result in results if result.observed is not None]
-        if len(observed) == len(results):
-            metrics.update(moe_stats.rollout_pair_metrics(batches, observed))
-            counts = moe_stats.own_counts(batches, observed, self.num_experts)
+        kept = [result.kept for result in results]
+        if all(kept):
+            metrics.update(moe_stats.rollout_pair_metrics(batches, kept))
+            counts = moe_stats.own_counts(batches, kept, self.num_experts)
             metrics.update(load_of_counts(self.parallel.sum_over_data(counts)))
         if any(moe_stats.was_sampled(batch) for batch in batches):
             metrics.update(moe_stats.logprob_pair_metrics(batches, [result.logprobs for result in results]))
@@ -235,6 +238,7 @@ class MegatronPolicy:
             if index == 0:
                 metrics.update(update_agreement(minibatch, results, new))
             merge_into(metrics, new)
+        self._old_routing.clear()  # the host may need the room while engines sample
         self.version += 1
         every = self._refresh.update_every_steps
         if every and self.version % every == 0:
@@ -246,7 +250,9 @@ class MegatronPolicy:
         self, minibatch: Sequence[MicroBatch], objective: Objective, *, is_last: bool
     ) -> tuple[Metrics, list[MicroResult]]:
         self._optimizer.zero_grad()
-        results, gammas = self._accumulate(minibatch, objective, observe=is_last)
+        has_old = self._old_routing.covers(minibatch)
+        keep = (self._keep_drift if has_old else moe_stats.keep_choice) if is_last else None
+        results, gammas = self._accumulate(minibatch, objective, keep)
         metrics: Metrics = {}
         for micro, result in zip(minibatch, results, strict=True):
             if result.loss is not None:
@@ -257,7 +263,7 @@ class MegatronPolicy:
         if gammas:
             metrics.update(moe_stats.shift_metrics(gammas, minibatch, self._gamma_min))
         if is_last:
-            metrics.update(self._route_metrics(minibatch, results))
+            metrics.update(self._route_metrics(minibatch, results, has_old=has_old))
         if self._is_empty(minibatch):
             return merge_into(metrics, {"optim/skipped_minibatches": Sum(1.0 / self.parallel.dp.size)}), results
         losses = [result.loss for result in results if result.loss is not None]
@@ -268,50 +274,62 @@ class MegatronPolicy:
         live = torch.stack([batch.mask.any() for batch in minibatch]).any()
         return self.parallel.all_true(~live)
 
-    def _route_metrics(self, minibatch: Sequence[MicroBatch], results: Sequence[MicroResult]) -> Metrics:
+    def _route_metrics(
+        self, minibatch: Sequence[MicroBatch], results: Sequence[MicroResult], *, has_old: bool
+    ) -> Metrics:
         """(old, current); and (rollout, old) where the score pass was skipped because old is current."""
-        if any(result.observed is None for result in results):  # no experts
-            was_scored = any(batch.old_logprobs is not None for batch in minibatch)
-            return {} if was_scored else self._pair_metrics(minibatch, results)
-        now = [moe_stats.live_stats(b, _seen(r)) for b, r in zip(minibatch, results, strict=True)]
-        if self._old_routing.covers(minibatch):
-            old = [self._old_routing.of(b, _seen(r)) for b, r in zip(minibatch, results, strict=True)]
-            before = [moe_stats.live_stats(batch, seen) for batch, seen in zip(minibatch, old, strict=True)]
-            return moe_stats.update_pair_metrics(before, now)
+        if has_old:
+            return moe_stats.update_pair_metrics([result.kept for result in results if result.kept], self.topk)
+        has_experts = all(result.kept for result in results)
+        if not has_experts and any(batch.old_logprobs is not None for batch in minibatch):
+            return {}
         return self._pair_metrics(minibatch, results)  # one minibatch: no update lies between old and current
 
+    def _keep_drift(self, batch: MicroBatch, seen: Observation, layers: tuple[int, ...]) -> dict[str, Tensor]:
+        """Nothing on ranks that tell no metrics."""
+        old = self._old_routing.of(batch, seen, layers)
+        return {} if old is None else moe_stats.keep_drift(batch, seen, old)
+
     def _accumulate(
-        self, minibatch: Sequence[MicroBatch], objective: Objective, *, observe: bool
+        self, minibatch: Sequence[MicroBatch], objective: Objective, keep: Keep | None
     ) -> tuple[list[MicroResult], list[Tensor]]:
         """Gradients of one minibatch into the buffers; results and router-shift factors by micro-batch."""
         has_shift = "router_shift" in objective.needs
-        ahead = self._shift_ahead(minibatch) if has_shift and self.parallel.pp.size > 1 else {}
-        gammas: list[Tensor] = []
+        gammas: dict[tuple[int, ...], Tensor] = {}
+        if has_shift and self.parallel.pp.size > 1:
+            gammas = self._shift_ahead(minibatch)
+        elif has_shift:
+            keep = self._noting_shift(gammas, keep)
 
         def loss_function(batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Metrics]:
-            shift = None
-            if has_shift:
-                shift = ahead[batch.sample_ids] if ahead else self._shift(batch, scores.observed)
-                gammas.append(shift)
+            shift = gammas[batch.sample_ids] if has_shift else None
             return objective(loss_inputs(batch, scores, objective.needs, router_shift=shift))
 
-        results = self._runner.forward_backward(
-            minibatch, loss_function, self._replay_for_update, observe=observe or has_shift
-        )
-        return results, gammas
+        results = self._runner.forward_backward(minibatch, loss_function, self._replay_for_update, keep=keep)
+        return results, [gammas[batch.sample_ids] for batch in minibatch if batch.sample_ids in gammas]
 
-    def _shift(self, batch: MicroBatch, observed: Observation | None) -> Tensor:
-        assert observed is not None
+    def _noting_shift(self, gammas: dict[tuple[int, ...], Tensor], keep: Keep | None) -> Keep:
+        """`keep` that also puts the router-shift factor of a pack into `gammas`; for a stage that has all layers."""
+
+        def noting(batch: MicroBatch, seen: Observation, layers: tuple[int, ...]) -> dict[str, Tensor]:
+            if not batch.is_filler:
+                gammas[batch.sample_ids] = moe_stats.router_shift(batch, self._keep_shift(batch, seen, layers)["log_q"])
+            return {} if keep is None else keep(batch, seen, layers)
+
+        return noting
+
+    def _keep_shift(self, batch: MicroBatch, seen: Observation, layers: tuple[int, ...]) -> dict[str, Tensor]:
         assert batch.old_routes is not None
-        return moe_stats.router_shift(batch, observed, self._shift_set(batch, batch.old_routes))
+        old = moe_stats.of_layers(batch.old_routes, layers)
+        return {"log_q": self._log_q_of_shift(batch, old, seen, layers)}
 
     def _shift_ahead(self, minibatch: Sequence[MicroBatch]) -> dict[tuple[int, ...], Tensor]:
         """Router-shift factors by pack, from a forward of their own: while a pipeline trains, its last stage cannot see
         the routers of the others. The factor has no gradient, so the two forwards need only agree in value.
         """
-        results = self._runner.forward(minibatch, self._replay_for_update, observe=True, counts=False)
+        results = self._runner.forward(minibatch, self._replay_for_update, keep=self._keep_shift, counts=False)
         return {
-            batch.sample_ids: self._shift(batch, result.observed)
+            batch.sample_ids: moe_stats.router_shift(batch, result.kept["log_q"])
             for batch, result in zip(minibatch, results, strict=True)
             if not batch.is_filler
         }
@@ -320,17 +338,17 @@ class MegatronPolicy:
 
     def observe(self, micro_batches: Sequence[MicroBatch]) -> list[RouterStats]:
         """The routers' own top-k and log q at the current weights, on live tokens (index j: the token predicted)."""
-        results = self._runner.forward(micro_batches, own_routes, observe=True)
-        return [moe_stats.live_stats(b, _seen(r)) for b, r in zip(micro_batches, results, strict=True)]
+        results = self._runner.forward(micro_batches, own_routes, keep=moe_stats.keep_live)
+        return [RouterStats(result.kept["own_routes"], result.kept["log_probs"]) for result in results]
 
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """[t] float32 of every token at the current weights, own routing; 0 at the first token of a sequence."""
-        return self._runner.forward([micro_batch], own_routes, observe=False)[0].logprobs
+        return self._runner.forward([micro_batch], own_routes)[0].logprobs
 
     def gradients(self, minibatch: Sequence[MicroBatch], objective: Objective) -> dict[str, Tensor]:
         """Gradient of the objective's sum over `minibatch`, by Hugging Face name, 0 of frozen weights; no step."""
         self._optimizer.zero_grad()
-        self._accumulate(minibatch, objective, observe=False)
+        self._accumulate(minibatch, objective, None)
         self._optimizer.complete_gradients()
         found = {name: grad.clone() for name, grad in self._weights.export(self._weights.gradients())}
         self._optimizer.zero_grad()
@@ -369,6 +387,14 @@ class MegatronPolicy:
         return self._frozen[REFERENCE].values if self._refresh.update_every_steps else None
 
 
-def _seen(result: MicroResult) -> Observation:
-    assert result.observed is not None
-    return result.observed
+def _old_fields(result: MicroResult, needs: frozenset[str]) -> dict[str, Tensor]:
+    fields = {"old_logprobs": result.logprobs}
+    if result.top_logprobs is not None:
+        fields["old_top_logprobs"] = result.top_logprobs
+    if "old_entropy" in needs:
+        fields["old_entropy"] = result.entropy
+    if result.kept:
+        fields["old_routes"] = result.kept["own_routes"]
+    if "log_q" in result.kept:
+        fields["old_router_logprobs"] = result.kept["log_q"]
+    return fields

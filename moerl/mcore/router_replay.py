@@ -9,7 +9,7 @@ routes in any order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from moerl.errors import DataError
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.rows import RowPlan
+from moerl.types import MicroBatch
 
 
 class RouterTap(RouterReplay):
@@ -121,18 +122,22 @@ class Observation:
     group that lost stand as far below the k-th as their group stands below the last that won."""
 
 
-def concat_layers(chunks: Mapping[int, Observation]) -> Observation | None:
-    """Observations of one micro-batch by model chunk -> one over all of their layers; None without any."""
-    if not chunks:
-        return None
-    parts = [chunks[stage] for stage in sorted(chunks)]
-    if len(parts) == 1:
-        return parts[0]
-    return Observation(
-        torch.cat([part.own_routes for part in parts], 1),
-        torch.cat([part.log_probs for part in parts], 1),
-        torch.cat([part.selection for part in parts], 1),
-    )
+Keep = Callable[[MicroBatch, Observation, tuple[int, ...]], dict[str, Tensor]]
+"""What a pass keeps of one micro-batch's observation, whose layers are those at the given positions among all MoE
+layers: tensors [x, layers, ...] by name, with a size that has no axis of experts if it is to be kept for long. Every
+stage calls it on its own layers, or on none, and has to get the same names."""
+
+
+def nothing_seen(num_tokens: int, sizes: tuple[int, int], device: torch.device) -> Observation:
+    """By no layer; `sizes`: experts, and experts per token."""
+    num_experts, topk = sizes
+    none = torch.empty(num_tokens, 0, num_experts, device=device)
+    return Observation(torch.empty(num_tokens, 0, topk, dtype=torch.int64, device=device), none, none)
+
+
+def compact(routes: Tensor, num_experts: int) -> Tensor:
+    """Expert ids in the smallest format that holds all `num_experts`: uint8, or int16."""
+    return routes.to(torch.uint8 if num_experts <= 256 else torch.int16)
 
 
 class RouteController:
@@ -179,7 +184,9 @@ class RouteController:
         def arm(observing: bool) -> None:
             for number, router in self._routers.items():
                 tap = router.router_replay
-                tap.target, tap.has_target, tap.is_observing = targets[number], present, observing
+                target = targets[number]  # as small as it came, until this micro-batch's turn
+                tap.target = None if target is None else target.long()
+                tap.has_target, tap.is_observing = present, observing
                 tap.filler, tap.is_empty = filler, not rows.num_tokens
 
         arm(observe)

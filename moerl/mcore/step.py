@@ -15,7 +15,7 @@ from torch import Tensor
 from moerl.errors import DataError
 from moerl.mcore.model import score_tokens, unwrap
 from moerl.mcore.parallel import ParallelState
-from moerl.mcore.router_replay import Observation, concat_layers
+from moerl.mcore.router_replay import Keep, nothing_seen
 from moerl.mcore.rows import Routes, plan_rows
 from moerl.mcore.stages import StageExchange
 from moerl.metrics import Mean, Metrics
@@ -31,8 +31,6 @@ class TokenScores:
     """[t] float32."""
     entropy: Tensor
     """[t] float32."""
-    observed: Observation | None
-    """Of the MoE layers of this stage, where the pass observed."""
     top_logprobs: Tensor | None = None
     """[t, k] float32, of the engine's likeliest tokens where the batch has them; without gradient."""
 
@@ -49,8 +47,8 @@ class MicroResult:
     """[t] float32."""
     entropy: Tensor
     """[t] float32."""
-    observed: Observation | None
-    """Of all MoE layers; None where the pass did not observe."""
+    kept: Mapping[str, Tensor]
+    """What the pass kept of its observations, [x, l, ...] of all MoE layers; {} where it kept nothing."""
     loss: Tensor | None
     """None on ranks without the last stage."""
     metrics: Metrics
@@ -69,16 +67,19 @@ class _Pass:
         replay: Callable[[MicroBatch], Routes],
         parallel: ParallelState,
         *,
-        observe: bool,
+        keep: Keep | None,
         scale: int,
+        sizes: tuple[int, int] = (0, 0),
     ) -> None:
+        """`sizes`: experts, and experts per token; of no use where nothing is kept."""
         self.micro_batches = micro_batches
         self.replay = replay
         self.parallel = parallel
-        self.observe = observe
+        self.keep = keep
         self.scale = scale
+        self.sizes = sizes
         self.loss_function: LossFunction | None = None
-        self.observed: list[dict[int, Observation]] = [{} for _ in micro_batches]
+        self.kept: list[dict[int, dict[str, Tensor]]] = [{} for _ in micro_batches]
         self.scores: list[Tensor | None] = [None] * len(micro_batches)
         self.losses: list[Tensor | None] = [None] * len(micro_batches)
         self.metrics: list[Metrics] = [{} for _ in micro_batches]
@@ -90,12 +91,13 @@ class _Pass:
         model = unwrap(module)
         rows = plan_rows(batch.cu_seqlens, self.parallel.row_cut)
         self.padding[index] = Mean(float(rows.num_rows - rows.num_tokens), float(rows.num_rows))
-        rearm = model.routes.begin(rows, *self.replay(batch), observe=self.observe)
+        rearm = model.routes.begin(rows, *self.replay(batch), observe=self.keep is not None)
         output = score_tokens(module, batch, rows)
-        if self.observe:
-            seen = model.routes.observed(rows)
-            if seen is not None:
-                self.observed[index][model.vp_stage or 0] = seen
+        if self.keep is not None:
+            # At once: an observation is as large as the tokens times all experts of all layers.
+            with torch.no_grad():
+                seen = model.routes.observed(rows) or nothing_seen(batch.num_tokens, self.sizes, output.device)
+                self.kept[index][model.vp_stage or 0] = self.keep(batch, seen, model.routes.layers)
         if output.requires_grad:
             # Fires when this micro-batch's backward reaches this chunk, before anything of it is computed again.
             output.register_hook(lambda _: rearm())
@@ -104,7 +106,6 @@ class _Pass:
     def _finish(self, index: int, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         batch = self.micro_batches[index]
         logprobs, entropy, *_ = output.unbind(0)
-        observed = concat_layers(self.observed[index])
         self.scores[index] = output.detach()
         tokens = torch.ones((), dtype=torch.int, device=output.device)
         if self.loss_function is None:
@@ -113,7 +114,7 @@ class _Pass:
             nothing = output.sum()
             self.losses[index] = nothing.detach().clone()
             return nothing, tokens, {}
-        loss, metrics = self.loss_function(batch, TokenScores(logprobs, entropy, observed, _top(output, batch)))
+        loss, metrics = self.loss_function(batch, TokenScores(logprobs, entropy, _top(output, batch)))
         self.losses[index], self.metrics[index] = loss.detach().clone(), metrics
         # The one scaling line: core divides by the number of micro-batches and DDP averages over dp x cp; the objective
         # is a sum.
@@ -126,14 +127,12 @@ class _Pass:
         rows = 2 if batch.rollout_top_ids is None else 2 + batch.rollout_top_ids.shape[1]
         scores = exchange.scores(scores, (rows, tokens.shape[0]), tokens.device)
         logprobs, entropy, *_ = scores.unbind(0)
-        observed = None
-        if self.observe:
-            mine = concat_layers(self.observed[index])
-            observed = exchange.observation(mine, tokens.shape[0], tokens.device)
+        kept = exchange.whole(_join_chunks(self.kept[index]))
+        self.kept[index] = {}
         return MicroResult(
             logprobs,
             entropy,
-            observed,
+            kept,
             self.losses[index],
             self.metrics[index],
             top_logprobs=_top(scores, batch),
@@ -144,6 +143,14 @@ class _Pass:
 def _top(scores: Tensor, batch: MicroBatch) -> Tensor | None:
     """[t, k] of `scores` [2 + k, t]."""
     return None if batch.rollout_top_ids is None else scores[2:].detach().t()
+
+
+def _join_chunks(kept: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """By model chunk -> over the layers of all of them, in the order of the chunks."""
+    parts = [kept[stage] for stage in sorted(kept)]
+    if len(parts) <= 1:
+        return parts[0] if parts else {}
+    return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
 
 
 class StepRunner:
@@ -165,8 +172,8 @@ class StepRunner:
         config = chunks[0].config
         config.finalize_model_grads_func = finalize_model_grads
         layers = tuple(position for chunk in chunks for position in unwrap(chunk).routes.layers)
-        sizes = (config.num_moe_experts or 0, config.moe_router_topk)
-        self._exchange = StageExchange(parallel, layers, sizes)
+        self._sizes = (config.num_moe_experts or 0, config.moe_router_topk)
+        self._exchange = StageExchange(parallel, layers)
         self._shape, self._has_head = shape, has_head
         self._flops = 0.0
 
@@ -184,13 +191,17 @@ class StepRunner:
         micro_batches: Sequence[MicroBatch],
         replay: Callable[[MicroBatch], Routes],
         *,
-        observe: bool,
+        keep: Keep | None = None,
         counts: bool = True,
     ) -> list[MicroResult]:
-        """Score without gradient and without dropout; `counts`: among the operations that the algorithm asks for."""
+        """Score without gradient and without dropout.
+
+        `keep`: what to keep of the routers, nothing without it; `counts`: among the operations that the algorithm asks
+        for.
+        """
         if counts:
             self._count(micro_batches, 1)
-        return self._run(_Pass(micro_batches, replay, self.parallel, observe=observe, scale=1))
+        return self._run(self._pass(micro_batches, replay, keep, scale=1))
 
     def forward_backward(
         self,
@@ -198,14 +209,28 @@ class StepRunner:
         loss_function: LossFunction,
         replay: Callable[[MicroBatch], Routes],
         *,
-        observe: bool,
+        keep: Keep | None = None,
     ) -> list[MicroResult]:
-        """Add the gradient of the summed losses, over all ranks, to the gradient buffers."""
+        """Add the gradient of the summed losses, over all ranks, to the gradient buffers.
+
+        A micro-batch's `keep` is called before its `loss_function`, in the same process where there is no pipeline.
+        """
         self._count(micro_batches, 1 + BACKWARD)
         scale = len(micro_batches) * self.parallel.dp_cp.size
-        work = _Pass(micro_batches, replay, self.parallel, observe=observe, scale=scale)
+        work = self._pass(micro_batches, replay, keep, scale=scale)
         work.loss_function = loss_function
         return self._run(work)
+
+    def _pass(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        replay: Callable[[MicroBatch], Routes],
+        keep: Keep | None,
+        *,
+        scale: int,
+    ) -> _Pass:
+        keep = keep if self._exchange.has_layers else None
+        return _Pass(micro_batches, replay, self.parallel, keep=keep, scale=scale, sizes=self._sizes)
 
     def _run(self, work: _Pass) -> list[MicroResult]:
         is_training = work.loss_function is not None

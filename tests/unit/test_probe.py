@@ -159,9 +159,22 @@ def test_the_share_of_changed_sets_is_over_live_tokens():
 def test_each_measure_is_one_pass():
     router = Router()
     probe = probe_of(router)
+    started = router.passes
     probe.measure()
     probe.measure()
-    assert router.passes == 3
+    assert router.passes == started + 2
+
+
+def test_no_more_is_observed_than_is_kept(monkeypatch):
+    """Log q of all answers of a set would be large, however few of them are to be kept."""
+    kept = 20
+    monkeypatch.setattr("moerl.probe.MAX_LOG_PROBS", kept * LAYERS * EXPERTS)
+    router, packer = Router(), Packer(64)
+    probe = RouteProbe(router.observe, packer)
+    probe.start(probe_samples(groups()))
+    assert router.passes == 2
+    assert packer.sizes == [[LENGTHS[0]], [sum(LENGTHS[:3])]], "7 + 2 + 5 live tokens, and 10 more would not fit"
+    assert len(probe.state_dict()["tokens"]) == 3
 
 
 def test_answers_without_a_verdict_or_a_live_token_are_left_out():

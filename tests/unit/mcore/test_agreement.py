@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moerl.mcore.agreement import rollout_agreement
+from moerl.mcore.moe_stats import keep_choice
 from moerl.mcore.router_replay import Observation
 from moerl.mcore.step import MicroResult
 
@@ -28,7 +29,8 @@ def sides(kit):
 
 
 def look(batch, logprobs, seen):
-    result = MicroResult(logprobs, torch.zeros_like(logprobs), seen, None, {})
+    kept = keep_choice(batch, seen, tuple(range(LAYERS)))
+    result = MicroResult(logprobs, torch.zeros_like(logprobs), kept, None, {})
     return {name: metric.value() for name, metric in rollout_agreement([batch], [result]).items()}
 
 

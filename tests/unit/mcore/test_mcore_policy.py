@@ -195,7 +195,7 @@ def test_later_epochs_get_the_same_old_logprobs_under_another_packing(kit, tiny_
     repacked = replace(kit.make_micro([cuts[i][1].stop - cuts[i][1].start for i in order]), sample_ids=tuple(order))
     repacked = replace(repacked, token_ids=torch.cat([cuts[i][0].token_ids[cuts[i][1]] for i in order]))
     epochs = replace(batch, minibatches=(*batch.minibatches, (repacked,)))
-    scored, _ = kit.make_policy(tiny_folder).score(epochs, NEEDS_OLD)
+    scored, _ = kit.make_policy(tiny_folder).score(epochs, NEEDS_OLD | {"router_shift"})
     bounds = repacked.cu_seqlens.tolist()
     for k, i in enumerate(order):
         source = next(m for mini in scored.minibatches[:2] for m in mini if i in m.sample_ids)

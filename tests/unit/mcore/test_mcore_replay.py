@@ -8,6 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from moerl.mcore.moe_stats import keep_choice
+
 LAYERS, EXPERTS, TOPK = 2, 7, 3
 NEEDS_OLD = frozenset({"old_logprobs"})
 RECOMPUTE = ["none", "selective", "full"]
@@ -112,9 +114,7 @@ def test_backward_may_run_in_any_order(kit, tiny_folder, micro):
 
     def run(schedule):
         policy._optimizer.zero_grad()
-        work = _Pass(
-            [micro, other], lambda batch: (batch.routes, batch.has_route), policy.parallel, observe=False, scale=1
-        )
+        work = _Pass([micro, other], lambda batch: (batch.routes, batch.has_route), policy.parallel, keep=None, scale=1)
         outputs = {}
         for action, i in schedule:
             if action == "F":
@@ -133,8 +133,8 @@ def test_backward_may_run_in_any_order(kit, tiny_folder, micro):
 
 def test_replaying_own_routes_changes_nothing(kit, tiny_folder, micro):
     own = kit.make_policy(tiny_folder)
-    (stats,) = own._runner.forward([micro], lambda _: (None, None), observe=True)
-    routed = replace(micro, routes=stats.observed.own_routes, has_route=None)
+    (stats,) = own._runner.forward([micro], lambda _: (None, None), keep=keep_choice)
+    routed = replace(micro, routes=stats.kept["own_routes"].long(), has_route=None)
     replay = kit.make_policy(tiny_folder, routing="R3")
     assert distance(replay.gradients([routed], kit.Nll()), own.gradients([micro], kit.Nll())) == 0.0
     _, metrics = own.score(step_of(kit, routed, replace(routed, sample_ids=(4, 5, 6, 7))), NEEDS_OLD)
@@ -169,8 +169,8 @@ def test_route_metrics_are_aligned_to_predictions(kit, tiny_folder):
     """Only the row that predicts a live token counts: foreign experts on other rows leave `route/*` at zero."""
     policy = kit.make_policy(tiny_folder)
     micro = kit.make_micro([9, 12])
-    (seen,) = policy._runner.forward([micro], lambda _: (None, None), observe=True)
-    own = seen.observed.own_routes
+    (seen,) = policy._runner.forward([micro], lambda _: (None, None), keep=keep_choice)
+    own = seen.kept["own_routes"].long()
     live_rows = torch.nonzero(micro.mask)[:, 0] - 1
     foreign = (own + 1) % EXPERTS
     routes = foreign.clone()
@@ -213,11 +213,11 @@ def test_router_shift_is_one_before_a_step_and_the_closed_form_after_it(kit, tin
     one, _ = again.score(step_of(kit, *pair), NEEDS_OLD | {"router_shift"})
     again.update(replace(one, minibatches=one.minibatches[:1], num_score_minibatches=1), ShiftProbe())
     replay = (micro.routes, micro.has_route) if routing == "R3" else (None, None)
-    (now,) = again._runner.forward([micro], lambda _: replay, observe=True)
-    used = one.minibatches[0][0].old_routes
+    (now,) = again._runner.forward([micro], lambda _: replay, keep=lambda _, seen, layers: {"log_q": seen.log_probs})
+    used = one.minibatches[0][0].old_routes.long()
     if routing == "R3":
         used = torch.where(micro.has_route[:, None, None], micro.routes, used)
-    gap = now.observed.log_probs.gather(-1, used) - one.minibatches[0][0].old_router_logprobs
+    gap = now.kept["log_q"].gather(-1, used) - one.minibatches[0][0].old_router_logprobs
     gamma = torch.exp(-gap.abs().mean((1, 2)))
     expected = torch.where(micro.position_ids > 0, gamma.roll(1), 1.0)
     assert (second - expected).abs().max() < 1e-5

@@ -89,14 +89,16 @@ def test_export_is_the_folder_bit_for_bit(kit, both):
 def test_weights_of_replayed_experts_are_the_routers_own(kit, sigmoid_folder, micro):
     """Sigmoids of the chosen over their sum, times the factor; neither bias nor groups have a say."""
     policy = kit.make_policy(sigmoid_folder, routing="R3")
-    scored, metrics = policy.score(kit.make_step([micro], [replace(micro, sample_ids=(4, 5, 6, 7))]), NEEDS_OLD)
+    scored, metrics = policy.score(
+        kit.make_step([micro], [replace(micro, sample_ids=(4, 5, 6, 7))]), NEEDS_OLD | {"router_shift"}
+    )
     found = scored.minibatches[0][0]
     oracle = ReferenceModel.from_pretrained(sigmoid_folder)
     with torch.no_grad():
         out = oracle.forward_packed(micro.token_ids, micro.cu_seqlens, None, micro.routes, micro.has_route)
     logq = torch.log_softmax(out.logits, -1)[:-1].gather(-1, micro.token_ids[1:, None])[:, 0]
     assert (found.old_logprobs[1:] - logq)[micro.mask[1:]].abs().max() < 1e-5
-    assert torch.equal(found.old_routes.sort(-1).values, out.own_routes.sort(-1).values)
+    assert torch.equal(found.old_routes.long().sort(-1).values, out.own_routes.sort(-1).values)
     assert metrics["route/replay_coverage"].value() == 1.0
     active = torch.where(micro.has_route[:, None, None], micro.routes, found.old_routes)
     assert (found.old_router_logprobs - out.router_probs.log().gather(-1, active)).abs().max() < 1e-5
