@@ -108,7 +108,7 @@ def test_llama_2_was_written_before_the_field_of_its_base():
 )
 def test_a_base_is_guessed_of_no_newer_or_stretched_llama(changes):
     hf = {**LLAMA_2, **changes}
-    with pytest.raises(CheckpointError, match="rope_theta is missing|'linear'"):
+    with pytest.raises(CheckpointError, match=r"rope_theta is missing|'linear'"):
         family_of(hf).transformer_kwargs(hf)
 
 
