@@ -43,6 +43,7 @@ from moerl.mcore.policy import MegatronPolicy
 from moerl.mcore.reduce import merge_over_ranks
 from moerl.mcore.team import ProcessTeam
 from moerl.metrics import Metrics
+from moerl.models.hf_export import copied_files
 from moerl.probe import RouteProbe
 from moerl.protocols import Policy, Team
 from moerl.run_folder import CHECKPOINTS, config_id, find_checkpoint, folder_of, is_finished, lock, model_id, prepare
@@ -95,6 +96,7 @@ def build_run(cfg: RunConfig, team: Team | None = None) -> Run | None:
             return None
         data = None
         if team.is_leader:
+            copied_files(Path(cfg.model.path))  # what exports would refuse in the end
             data = load_data(cfg)
             stack.callback(data.close)
         team.meet()  # what is wrong with the data is said before a model is built

@@ -9,7 +9,6 @@ nor do those of a first one that was killed (`moerl.convert.claims`).
 from __future__ import annotations
 
 import errno
-import glob
 import hashlib
 import json
 import logging
@@ -31,7 +30,7 @@ from torch import Tensor
 from moerl.convert.claims import Claim, text_of, wait_for, write_whole
 from moerl.errors import CheckpointError, ConfigError
 from moerl.manifest import DAMAGED, PARTS_SUM, check_sum, sync
-from moerl.models.hf_export import put_in_place
+from moerl.models.hf_export import leftovers, put_in_place
 from moerl.tensor_file import Described, TensorFile, TensorFileWriter, summed_reads
 from moerl.world import World
 
@@ -179,6 +178,7 @@ class Building:
                     sync(path)
                 sync(self._folder)
                 self._refuse_target()  # it may have come in the meantime
+                self._claim.refuse_if_lost()
                 put_in_place(self._folder, self.out)
                 self._remove_set_aside()
                 shutil.rmtree(self._root, ignore_errors=True)
@@ -205,7 +205,8 @@ class Building:
                 yield
             finally:
                 self._claim.end()  # what it touches is to be removed
-                if not any((self._root / "notes").glob("*.json")):  # nothing that a later start could use
+                is_of_use = any((self._root / "notes").glob("*.json"))  # to a later start
+                if not is_of_use and not self._claim.is_lost:
                     shutil.rmtree(self._root, ignore_errors=True)
 
     def _refuse_target(self) -> None:
@@ -244,9 +245,8 @@ class Building:
 
     def _remove_set_aside(self) -> None:
         """Older targets that a process was killed over; while there is no target, they are all that is left of it."""
-        for path in self.out.parent.glob(f".{glob.escape(self.out.name)}.old-*") if os.path.lexists(self.out) else ():
-            if path.name.rpartition("-")[2].isdecimal():  # not the work on a target whose name goes on so
-                _remove(path)
+        for path, _ in list(leftovers(self.out, "old")) if os.path.lexists(self.out) else ():
+            _remove(path)
 
     def _remove_strays(self) -> None:
         """What an earlier `finish` wrote would be taken for part of the folder by the next one."""

@@ -7,6 +7,7 @@ seen to come or to be touched: the first process touches it all the time, and a 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import math
@@ -29,6 +30,8 @@ CLAIM, SEEN = "claim", "seen"
 PATIENCE_SECONDS = 1800.0
 """How long the first process waits without any file of another one becoming whole."""
 PLAN_SECONDS = math.inf  # the first may hash its source for hours before; where it fails, the launcher ends the others
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""What file systems say that have none: Lustre without `flock`, NFS without its lock service, FUSE."""
 BEAT_SECONDS = 0.2
 """Between two touches of the claim."""
 
@@ -55,12 +58,7 @@ class Claim:
         self._root.mkdir(parents=True, exist_ok=True)
         handle = os.open(self._root / "lock", os.O_CREAT | os.O_RDWR, 0o644)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(
-                    f"another process is converting into {self._out}; wait for it or choose another target"
-                ) from error
+            self._lock(handle)
             self._path.unlink(missing_ok=True)
             shutil.rmtree(self._marks, ignore_errors=True)
             self._marks.mkdir()
@@ -70,6 +68,23 @@ class Claim:
                 self.end()
         finally:
             os.close(handle)
+
+    def _lock(self, handle: int) -> None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process is converting into {self._out}; wait for it or choose another target"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            logger.warning(
+                "%s: its file system has no locks (%s), so nothing refuses a second conversion into it while this one "
+                "runs; the later one takes it over, and the earlier one then stops",
+                self._out,
+                error.strerror,
+            )
 
     def announce(self) -> None:
         """The first process's, which has planned: from here on the others work."""
@@ -131,13 +146,18 @@ class Claim:
 
         wait_for(are_here, f"all processes to see that {self._out} is being made", PLAN_SECONDS)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the folder is another launch's by now."""
+        return text_of(self._path) != self._text
+
     def refuse_if_lost(self) -> None:
         """Before anything becomes part of the folder: a later launch may have taken it over from a dead one.
 
         Raises:
             CheckpointError: one has.
         """
-        if text_of(self._path) != self._text:
+        if self.is_lost:
             raise CheckpointError(
                 f"{self._out}: stopped, since another launch has taken this conversion over; leave it to that one"
             )

@@ -19,7 +19,7 @@ from moerl.convert.precision import FP8_BLOCK, cast, written_dtype
 from moerl.manifest import HF_MANIFEST, write_manifest
 from moerl.models.carried import Carried
 from moerl.models.disk import DiskTensor, disk_tensors
-from moerl.models.hf_export import copy_settings, shard_name, write_index
+from moerl.models.hf_export import copied_files, copy_settings, shard_name, write_index
 from moerl.models.hf_folder import WeightSource
 from moerl.tensor_file import Described
 from moerl.world import World
@@ -60,9 +60,11 @@ def export_checkpoint(
 
     Raises:
         ConfigError: an existing target, or FP8 of experts that have no such layout.
-        CheckpointError: what `Place.open` refuses, values that do not fit the type, or a disk that does.
+        CheckpointError: what `Place.open` and `copied_files` refuse, values that do not fit the type, or a disk that
+            does.
     """
     refuse_same_folder(place, out)
+    copied_files(place.settings)
     rules = place.family.weight_rules(place.hf)
     quantised = fp8_names(rules) if options.fp8_blocks else frozenset()
     source, carried = place.open(options.allowed), place.carried(options.allowed)

@@ -26,7 +26,7 @@ from moerl.convert.precision import cast, keeps_dtype
 from moerl.convert.transformers_model import LOCAL, transformers_model
 from moerl.errors import CheckpointError, ConfigError
 from moerl.models.disk import disk_tensors
-from moerl.models.hf_export import leftover, sweep
+from moerl.models.hf_export import copied_files, leftover, sweep
 from moerl.models.hf_folder import HFFolder, WeightSource, read_config
 from moerl.models.rules import Rule, shorten
 from moerl.tensor_file import Described
@@ -81,10 +81,12 @@ def export_fp8_tensors(
 
     Raises:
         ConfigError: modelopt is not installed, an existing target, or FP8 of experts that have no such layout.
-        CheckpointError: what `Place.open` refuses, or weights of modelopt's that are not those of the model.
+        CheckpointError: what `Place.open` and `copied_files` refuse, or weights of modelopt's that are not those of the
+            model.
     """
     modelopt_version = _require_modelopt()
     refuse_same_folder(place, out)
+    copied_files(place.settings)
     if out.exists() and not options.overwrite:
         raise ConfigError(f"{out} exists and is left as it is; choose another target, or give --overwrite")
     rules = place.family.weight_rules(place.hf)

@@ -21,7 +21,7 @@ from moerl.convert.precision import cast, check_stacked, check_written, dtype_of
 from moerl.errors import ConfigError
 from moerl.manifest import sums_of, write_manifest
 from moerl.models.carried import Carried, carried_file, carried_record, kinds_of, write_carried_index
-from moerl.models.hf_export import copy_settings
+from moerl.models.hf_export import copied_files, copy_settings
 from moerl.models.hf_folder import WeightSource
 from moerl.models.repeated import RECORD
 from moerl.models.rules import GateUp, Rule
@@ -67,9 +67,11 @@ def import_checkpoint(
 
     Raises:
         ConfigError: sizes that do not divide the model, tensors of several types in one parameter, an existing target.
-        CheckpointError: what `Place.open` refuses, values that do not fit the type, or a disk that does.
+        CheckpointError: what `Place.open` and `copied_files` refuse, values that do not fit the type, or a disk that
+            does.
     """
     refuse_same_folder(place, out)
+    copied_files(place.settings)
     source = place.open(options.allowed)
     rules = place.family.weight_rules(place.hf)
     ranks = list(pieces_by_rank(rules, layout))
@@ -151,11 +153,13 @@ def carried_files(carried: Carried, max_bytes: int) -> list[PlannedFile]:
 
 
 def left_out(place: Place, source: WeightSource, carried: Carried, allowed: Iterable[str]) -> list[str]:
-    """Names in `source` that no rule reads, that are not carried, and that are no copies of others."""
+    """Names in `source` that no rule reads, that are not carried, and that are no copies of others; and scales of a
+    key-value cache, which `source` does not show.
+    """
     used = {name for rule in place.family.weight_rules(place.hf) for name in rule.hf_names}
     spare = sorted(source.names() - used - place.repeated(allowed).keys())
     known = kinds_of(spare, place.family, place.hf).keys() & carried.plain().names()
-    return [name for name in spare if name not in known]
+    return sorted([*(name for name in spare if name not in known), *place.cache_scales()])
 
 
 def elements_by_dtype(tensors: Iterable[Described]) -> dict[torch.dtype, int]:

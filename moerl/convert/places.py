@@ -19,7 +19,8 @@ from moerl.errors import CheckpointError, ConfigError
 from moerl.manifest import HF_MANIFEST, MANIFEST, PARTS_SUM, read_manifest
 from moerl.models.carried import NOTHING_CARRIED, Carried, missing_warning, open_carried
 from moerl.models.family import PREDICTION, HFConfig, ModelFamily, family_of
-from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, WeightSource, checked_source, read_config
+from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder, WeightSource, checked_source, read_config
+from moerl.models.quantised import cache_scales, quantisation_of
 from moerl.models.repeated import repeated_in
 from moerl.models.sharded import open_weights
 from moerl.shards import has_shards
@@ -95,6 +96,16 @@ class Place:
             if not has_shards(self.carried_folder):
                 raise
             raise CheckpointError(f"{error}; {WITHOUT_MANIFEST}") from error
+
+    def cache_scales(self) -> frozenset[str]:
+        """Names of scales of a key-value cache in a quantised folder, which no reader shows.
+
+        Raises:
+            CheckpointError: a missing or damaged file.
+        """
+        if self.form != "huggingface" or quantisation_of(self.hf) is None:
+            return frozenset()
+        return cache_scales(HFFolder(self.weights).names())
 
     @property
     def carried_folder(self) -> Path:

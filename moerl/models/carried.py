@@ -19,8 +19,8 @@ from torch import Tensor
 
 from moerl.errors import CheckpointError
 from moerl.models.family import PREDICTION, HFConfig, ModelFamily
-from moerl.models.hf_folder import HFFolder, InMemory, WeightSource, has_weights
-from moerl.models.quantised import QUANTISATION_FIELDS, plain_source
+from moerl.models.hf_folder import QUANTISATION_FIELDS, HFFolder, InMemory, WeightSource, has_weights
+from moerl.models.quantised import cache_scales, plain_source, quantisation_of
 from moerl.models.rules import Shape, shorten
 from moerl.shards import has_shards
 
@@ -135,7 +135,8 @@ def open_carried(folder: Path, family: ModelFamily, hf: HFConfig, allowed: Itera
     if is_sharded and odd:
         raise CheckpointError(f"{folder / CARRIED_INDEX} lists {shorten(odd)}, which this model has not; it is damaged")
     left = [re.compile(pattern) for pattern in allowed]
-    names = [name for name in known if not any(pattern.fullmatch(_plain_name(name)) for pattern in left)]
+    unread = cache_scales(known) if quantisation_of(storage) else frozenset()
+    names = [name for name in known if not any(one.fullmatch(_plain_name(name)) for one in left) and name not in unread]
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(known[name], []).append(name)

@@ -11,14 +11,7 @@ from typing import Any, ClassVar
 
 from moerl.errors import CheckpointError
 from moerl.models.family import EXACT, FusedSlice, HFConfig, NoArguments, families
-from moerl.models.hf_config import (
-    PLAIN_ROPE_FIELDS,
-    YARN_FIELDS,
-    refuse_active,
-    refuse_unknown,
-    required,
-    rope_values,
-)
+from moerl.models.hf_config import refuse_active, refuse_unknown, required
 from moerl.models.moe_decoder import (
     COMMON_FIELDS,
     DecoderFamily,
@@ -30,6 +23,7 @@ from moerl.models.moe_decoder import (
     decoder_kwargs,
 )
 from moerl.models.rules import AlternatingGateUp, Copy, Rule, Transposed
+from moerl.models.yarn import yarn_rope
 
 _KNOWN = (COMMON_FIELDS - {"moe_intermediate_size", "norm_topk_prob", "partial_rotary_factor"}) | {
     "attention_bias",
@@ -75,32 +69,6 @@ def _windows(hf: HFConfig, layers: int) -> dict[str, Any]:
     return {"window_size": [window - 1, 0], "window_attn_skip_freq": [int(kind == _WINDOWED) for kind in kinds]}
 
 
-def _rope(hf: HFConfig) -> dict[str, Any]:
-    """Megatron settings of YaRN; cosines and sines are multiplied by 0.1 ln(factor) + 1 on both sides."""
-    values = rope_values(hf)
-    unknown = sorted(values.keys() - PLAIN_ROPE_FIELDS - YARN_FIELDS)
-    if values.get("rope_type") != "yarn" or unknown:
-        raise CheckpointError(
-            f"config.json: rotary embedding of type {values.get('rope_type')!r} with {', '.join(unknown) or 'nothing'} "
-            "beyond the known fields is not supported (allowed: 'yarn' with its own fields)"
-        )
-    for name in ("attention_factor", "mscale", "mscale_all_dim"):
-        refuse_active(values, name, (None,))
-    refuse_active(values, "partial_rotary_factor", (None, 1, 1.0))
-    return {
-        "position_embedding_type": "yarn",
-        "rotary_base": required(values, float, "rope_theta"),
-        "rotary_percent": 1.0,
-        "yarn_rotary_scaling_factor": required(values, float, "factor"),
-        "yarn_original_max_position_embeddings": required(values, int, "original_max_position_embeddings"),
-        "yarn_beta_fast": float(values.get("beta_fast") or 32),  # absent or 0: transformers' own defaults
-        "yarn_beta_slow": float(values.get("beta_slow") or 1),
-        "yarn_mscale": None,
-        "yarn_mscale_all_dim": None,
-        "yarn_correction_range_round_to_int": bool(values.get("truncate", True)),
-    }
-
-
 @families.register(
     "gpt_oss",
     NoArguments,
@@ -122,7 +90,7 @@ class GptOss(DecoderFamily):
         shape = _read_shape(hf)
         return (
             decoder_kwargs(shape, hf)
-            | _rope(hf)
+            | yarn_rope(hf)
             | _windows(hf, shape.layers)
             | {
                 "moe_router_score_function": "softmax",

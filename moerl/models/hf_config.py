@@ -11,9 +11,11 @@ V = TypeVar("V", int, float, bool, str)
 
 GENERIC_FIELDS = frozenset(
     {
+        "_attn_implementation_autoset",
         "_name_or_path",
         "architectures",
         "attention_dropout",
+        "auto_map",
         "bos_token_id",
         "chunk_size_feed_forward",
         "compression_config",
@@ -32,15 +34,50 @@ GENERIC_FIELDS = frozenset(
         "quantization_config",
         "return_dict",
         "router_aux_loss_coef",
+        "tokenizer_class",
         "torch_dtype",
         "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
         "use_cache",
     }
 )
 """Fields that do not change what the model computes; dropout and the auxiliary loss are the run's own settings.
 
-How weights are stored is for whoever reads them (`moerl.models.quantised`), not for a family.
+How weights are stored is for whoever reads them (`moerl.models.quantised`), not for a family. `auto_map` names code,
+which is never run here.
 """
+SAMPLING_FIELDS = frozenset(
+    {
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "suppress_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+    }
+)
+"""Of generation_config.json, which transformers once wrote into config.json too: how to sample from the logits."""
 
 YARN_FIELDS = frozenset(
     {
@@ -84,12 +121,13 @@ def required(hf: Mapping[str, Any], kind: type[V], *names: str) -> V:
 
 
 def refuse_unknown(hf: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Refuse fields that neither `known` nor `GENERIC_FIELDS` lists, unless they are off (None, False, or empty).
+    """Refuse fields that neither `known` nor `GENERIC_FIELDS` nor `SAMPLING_FIELDS` lists, unless they are off (None,
+    False, or empty).
 
     Raises:
         CheckpointError: names every such field with its value.
     """
-    unknown = {name: value for name, value in hf.items() if name not in known | GENERIC_FIELDS}
+    unknown = {name: value for name, value in hf.items() if name not in known | GENERIC_FIELDS | SAMPLING_FIELDS}
     active = {name: value for name, value in unknown.items() if value not in (None, False, [], {}, "")}
     if active:
         listed = ", ".join(f"{name}={value!r}" for name, value in sorted(active.items()))

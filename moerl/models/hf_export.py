@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +38,13 @@ COPIED_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""Taken from the source folder where it has them; and its modules and templates, see `_own_files`."""
+"""Taken from the source folder where it has them; and its modules and templates, see `copied_files`."""
 TEMPLATES = "additional_chat_templates"
 """A folder where transformers keeps chat templates that have names, one a file."""
+FOREIGN_SECONDS = 86400.0
+"""After which what a process of another machine has is taken for left behind."""
+_OWNER = re.compile(r"(?:(?P<host>\w+)-(?P<number>\d+)-[0-9a-f]{8}|\d+)(?:-\w+)?", re.ASCII)
+"""What comes after the beginning of a leftover's name."""
 
 _CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -58,12 +67,13 @@ def write_hf_folder(
     checksums of the files; None writes none.
 
     Raises:
-        CheckpointError: a name comes twice, there are no tensors, one is not finite in the dtype it is written in, or
-            the disk refuses; `out` is then as it was.
+        CheckpointError: a name comes twice, there are no tensors, one is not finite in the dtype it is written in, a
+            file of the tokenizer is a link out of its folder, or the disk refuses; `out` is then as it was.
         DataError: `source_folder` has no readable config.json.
     """
     out, source = Path(out), Path(source_folder)
     read_config(source)
+    copied_files(source)
     building = leftover(out, "building")
     try:
         sweep(out, "building")
@@ -188,28 +198,48 @@ def copy_settings(
 
     What the source says of how its own weights are quantised does not come along; `quantisation` takes its place. The
     source's Python modules, which its `auto_map` may name, are copied and never run.
+
+    Raises:
+        CheckpointError: as `copied_files`.
     """
     config = _with_dtype(without_quantisation(read_config(source)), dtypes)
     if quantisation is not None:
         config["quantization_config"] = dict(quantisation)
     _write_json(folder / "config.json", config)
-    for file in (*COPIED_FILES, *_own_files(source, "*.py"), *_own_files(source, f"{TEMPLATES}/*.jinja")):
-        if (source / file).is_file():
-            (folder / file).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source / file, folder / file)
+    for file in copied_files(source):
+        (folder / file).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / file, folder / file)
+
+
+def copied_files(source: Path) -> list[str]:
+    """Names below `source` of the files that go along with weights: of the tokenizer, modules and templates.
+
+    `auto_map` names some modules and those import others, so all go along.
+
+    Raises:
+        CheckpointError: one is a link that leads out of the folder; names it.
+    """
+    return [file for pattern in (*COPIED_FILES, "*.py", f"{TEMPLATES}/*.jinja") for file in _own_files(source, pattern)]
 
 
 def _own_files(source: Path, pattern: str) -> list[str]:
-    """Names below `source` of its own files: of Python modules, and of templates in a folder beside the tokenizer.
+    """Names below `source` of its own files.
 
-    `auto_map` names some modules and those import others, so all go along. A link counts where it leads to a file of
-    the folder or, as in the hub's cache (`snapshots/<revision>`), to the blobs beside it: no other file of the machine
-    is to end up in an export.
+    A link counts where it leads to a file of the folder or, as in the hub's cache (`snapshots/<revision>`) and in
+    folders that its client once filled with links, to a cache's blobs: no other file of the machine is to end up in an
+    export.
     """
     home = source.resolve()
     homes = {home, home / TEMPLATES} | ({home.parents[1] / "blobs"} if home.parent.name == "snapshots" else set())
-    found = (path for path in source.glob(pattern) if path.is_file() and path.resolve().parent in homes)
-    return sorted(path.relative_to(source).as_posix() for path in found)
+    found = sorted(path for path in source.glob(pattern) if path.is_file())
+    for path in found:
+        place = path.resolve().parent
+        if place not in homes and not (place.name == "blobs" and place.parent.name.startswith("models--")):
+            raise CheckpointError(
+                f"{path} is a link to {path.resolve()}, outside of {source}, and would be copied into what is written; "
+                "put the file itself in its place, or take the link away"
+            )
+    return [path.relative_to(source).as_posix() for path in found]
 
 
 def _with_dtype(config: dict[str, object], dtypes: Mapping[torch.dtype, int]) -> dict[str, object]:
@@ -247,20 +277,51 @@ def put_in_place(building: Path, out: Path) -> None:
 
 
 def leftover(out: Path, what: str) -> Path:
-    """Beside `out`: where this process has something that is in the way of nobody, and that `sweep` knows is its."""
-    return out.with_name(f".{out.name}.{what}-{os.getpid()}")
+    """Beside `out`: where this process has something that is in the way of nobody, and that `sweep` knows is its.
+
+    A new name at each call, and no name of another machine's process with this number.
+    """
+    return out.with_name(f".{out.name}.{what}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def sweep(out: Path, what: str) -> None:
-    """Remove `leftover`s, and what begins with their names and `-`, of processes that no longer live, or of this one.
+def leftovers(out: Path, what: str) -> Iterator[tuple[Path, tuple[str, int] | None]]:
+    """Every `leftover` of any process, and what begins with its name and `-`, and whose it is: (host, process).
 
-    A process of another machine counts by its number here, so call it only where they can be done without.
+    None: of a version that wrote the number of the process alone.
     """
     start = f".{out.name}.{what}-"
     for path in out.parent.glob(f"{glob.escape(start)}*"):
-        number, _, rest = path.name.removeprefix(start).partition("-")
-        if number.isdecimal() and "." not in rest and (int(number) == os.getpid() or not _lives(int(number))):
+        found = _OWNER.fullmatch(path.name.removeprefix(start))
+        if found is not None:
+            yield path, None if found["host"] is None else (found["host"], int(found["number"]))
+
+
+def sweep(out: Path, what: str) -> None:
+    """Remove `leftovers` of processes that no longer live, or of this one.
+
+    Whether a process of another machine lives is not to be seen from here: what it has goes once nothing in it was
+    written for a day.
+    """
+    for path, owner in leftovers(out, what):
+        if owner is not None and owner[0] == _host():
+            is_gone = owner[1] == os.getpid() or not _lives(owner[1])
+        else:
+            is_gone = time.time() - _last_written(path) > FOREIGN_SECONDS
+        if is_gone:
             _remove(path)
+
+
+def _host() -> str:
+    """Of this machine, in letters that mean nothing in the name of a file."""
+    return re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40] or "_"
+
+
+def _last_written(path: Path) -> float:
+    """The newest time (seconds) of a folder and all that is in it; endless where it is gone meanwhile."""
+    try:
+        return max(one.lstat().st_mtime for one in (path, *(() if path.is_symlink() else path.rglob("*"))))
+    except FileNotFoundError:
+        return math.inf
 
 
 def _lives(process: int) -> bool:

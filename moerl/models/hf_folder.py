@@ -18,18 +18,29 @@ from moerl.tensor_file import TensorFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+QUANTISATION_FIELDS = ("quantization_config", "compression_config")
+"""Of config.json: how weights are stored."""
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where older versions of nvidia-modelopt, and they alone, say how the weights beside it are quantised."""
+SAID_BY = "said_by"
+"""Of a `quantization_config` that another file than config.json says: its name."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The content of `config.json`.
+    """The content of `config.json`; `quantization_config` of modelopt's own file where only that has it.
 
     Raises:
         DataError: no such folder or file, or not a JSON object.
     """
-    path = Path(folder) / "config.json"
+    path, modelopt = Path(folder) / "config.json", Path(folder) / MODELOPT_FILE
     if not path.is_file():
         raise DataError(f"{path} does not exist; model.path must be a Hugging Face folder with a config.json")
-    return _read_json(path)
+    config = _read_json(path)
+    if any(config.get(name) for name in QUANTISATION_FIELDS) or not modelopt.is_file():
+        return config
+    said = _read_json(modelopt).get("quantization")
+    said = said if isinstance(said, dict) else {}
+    return {**config, "quantization_config": {**said, "quant_method": "modelopt", SAID_BY: MODELOPT_FILE}}
 
 
 class WeightSource(Protocol):

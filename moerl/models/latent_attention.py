@@ -30,7 +30,7 @@ LATENT_FIELDS = frozenset(
 )
 """Of config.json, read or checked here."""
 
-LATENT_HARMLESS = frozenset({"auto_map", "aux_loss_alpha", "ep_size", "moe_layer_freq", "pretraining_tp", "seq_aux"})
+LATENT_HARMLESS = frozenset({"aux_loss_alpha", "ep_size", "moe_layer_freq", "pretraining_tp", "seq_aux"})
 """Of released files: code to load, the balance of pretraining, other trainers' layouts; `moe_layer_freq` is 1."""
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from moerl.models.dense_decoder import DENSE_FIELDS, DenseDecoder
 from moerl.models.family import EXACT, HFConfig, NoArguments, families
 from moerl.models.hf_config import llama3_rope, refuse_active
 from moerl.models.moe_decoder import DecoderShape, decoder_kwargs
+
+_OLD_BASE = 10000.0
+_FIRST_WITH_BASE = 32
+"""4.x of transformers: what came before it had no field for the base of the rotation, and computed with `_OLD_BASE`."""
 
 
 @families.register(
@@ -30,6 +35,14 @@ class Llama(DenseDecoder):
 
     def transformer_kwargs(self, hf: HFConfig) -> dict[str, Any]:
         """Megatron settings."""
-        base, factor = llama3_rope(hf)
+        base, factor = llama3_rope(_with_old_base(hf))
         scaling = {} if factor is None else {"rope_scaling": True, "rope_scaling_factor": factor}
         return decoder_kwargs(self.shape(hf), hf) | {"rotary_base": base, "rotary_percent": 1.0} | scaling
+
+
+def _with_old_base(hf: HFConfig) -> HFConfig:
+    """Llama 2's files, older than `rope_theta`, with it; all others as they are, so that a base is never guessed."""
+    version = re.match(r"4\.(\d+)\.", str(hf.get("transformers_version")))
+    is_old = version is not None and int(version[1]) < _FIRST_WITH_BASE
+    is_said = any(hf.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters"))
+    return {**hf, "rope_theta": _OLD_BASE} if is_old and not is_said else hf

@@ -38,7 +38,6 @@ _KNOWN = (COMMON_FIELDS - {"moe_intermediate_size", "norm_topk_prob"}) | frozens
     {
         *_INACTIVE,
         "attn_type_list",
-        "auto_map",
         "mlp_intermediate_size",
         "mtp_transformer_layers",
         "num_mtp_modules",

@@ -7,7 +7,8 @@ scales stay behind would be wrong without a sign.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,18 +18,19 @@ from torch import Tensor
 from moerl.errors import CheckpointError
 from moerl.models.family import HFConfig
 from moerl.models.fp8 import dequantise_fp8, scale_shape
-from moerl.models.hf_folder import WeightSource
+from moerl.models.hf_folder import QUANTISATION_FIELDS, SAID_BY, WeightSource
 from moerl.models.packed_formats import INT4_PER_WORD, MXFP4_GROUP, dequantise_int4, dequantise_mxfp4
 from moerl.models.rules import Shape
 
 METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp4")
-QUANTISATION_FIELDS = ("quantization_config", "compression_config")
-"""Of config.json."""
 _SCALES = ("_scale_inv", "_scale")
 _INPUT_SCALE = ".input_scale"
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PLAIN_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_CACHE_SCALE = re.compile(r".*\bself_attn\.(([qkv]_proj\.)?[qkv]_scale|[qkv]_proj\.output_scale|(kv|prob)_scale)")
+"""As modelopt, compressed-tensors and AutoFP8 have named them in turn."""
 
 Kind = Literal["fp8", "mxfp4", "int4"]
 
@@ -49,6 +51,8 @@ class _Stored:
 
 class Dequantised:
     """A `WeightSource` over another one, with every quantised weight as `dtype` under its plain name.
+
+    Scales of an engine's key-value cache are left out (`cache_scales`).
 
     gpt-oss stores MXFP4 experts as [E, out, in], and in its bf16 files and in memory as [E, in, out]. With
     `transposes_mxfp4` (the default) they are shown as the latter, so one set of rules reads both.
@@ -86,14 +90,15 @@ class Dequantised:
             self._take(name, names)
         self._refuse_orphans(names)
         if not self._stored and not is_part:
+            said = f"remove {settings[SAID_BY]}" if SAID_BY in settings else "remove the field"
             raise CheckpointError(
-                f"config.json: quantization_config says {self._method!r}, but no tensor is quantised; "
-                "remove the field, or download the weights again"
+                f"{_where(settings)} says {self._method!r}, but no tensor is quantised; {said}, or download the "
+                "weights again"
             )
 
     def names(self) -> frozenset[str]:
         """Plain names."""
-        return (self._source.names() - self._hidden) | self._stored.keys()
+        return (self._source.names() - self._hidden - cache_scales(self._source.names())) | self._stored.keys()
 
     def shape(self, name: str) -> Shape:
         """As it is shown."""
@@ -255,6 +260,11 @@ class Dequantised:
             )
 
 
+def cache_scales(names: Iterable[str]) -> frozenset[str]:
+    """Names of scales of what an engine computes in attention and keeps in its cache; of weights they say nothing."""
+    return frozenset(name for name in names if _CACHE_SCALE.fullmatch(name))
+
+
 def quantisation_of(hf: HFConfig) -> Mapping[str, Any] | None:
     """What config.json says of how weights are stored; None where they are plain.
 
@@ -305,10 +315,14 @@ def _method(settings: Mapping[str, Any]) -> str:
         )
     if method == "modelopt" and settings.get("quant_algo") != "FP8":
         raise CheckpointError(
-            f"config.json: quantization_config has quant_algo {settings.get('quant_algo')!r}; of modelopt only 'FP8' "
-            "(per tensor) is read"
+            f"{_where(settings)} has quant_algo {settings.get('quant_algo')!r}; of modelopt only 'FP8' (per tensor) is "
+            "read; use the model's unquantised folder, or one in FP8"
         )
     return str(method)
+
+
+def _where(settings: Mapping[str, Any]) -> str:
+    return settings.get(SAID_BY) or "config.json: quantization_config"
 
 
 def _declared_blocks(settings: Mapping[str, Any], method: str) -> list[tuple[int | None, int | None]]:

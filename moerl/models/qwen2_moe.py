@@ -18,6 +18,7 @@ from moerl.models.qwen_moe import QWEN_FIELDS, QwenMoe
     architectures=("Qwen2MoeForCausalLM",),
     covers=(
         "tied",
+        "YaRN",
         "dense layers",
         "attention biases",
         "shared experts",

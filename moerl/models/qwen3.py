@@ -6,15 +6,16 @@ from typing import Any
 
 from moerl.models.dense_decoder import DENSE_FIELDS, DenseDecoder
 from moerl.models.family import EXACT, HFConfig, NoArguments, families
-from moerl.models.hf_config import plain_rope_theta, refuse_active, refuse_other_attention
+from moerl.models.hf_config import refuse_active, refuse_other_attention
 from moerl.models.moe_decoder import DecoderShape, decoder_kwargs
+from moerl.models.yarn import yarn_or_plain_rope
 
 
 @families.register(
     "qwen3",
     NoArguments,
     architectures=("Qwen3ForCausalLM",),
-    covers=("no experts", "tied"),
+    covers=("no experts", "tied", "YaRN"),
     verified=EXACT,
 )
 class Qwen3(DenseDecoder):
@@ -31,4 +32,4 @@ class Qwen3(DenseDecoder):
 
     def transformer_kwargs(self, hf: HFConfig) -> dict[str, Any]:
         """Megatron settings."""
-        return decoder_kwargs(self.shape(hf), hf) | {"rotary_base": plain_rope_theta(hf), "rotary_percent": 1.0}
+        return decoder_kwargs(self.shape(hf), hf) | yarn_or_plain_rope(hf)

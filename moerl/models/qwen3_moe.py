@@ -1,4 +1,4 @@
-"""Qwen3-MoE (30B-A3B, 235B-A22B): grouped-query attention with per-head q/k norm, softmax router, no shared expert."""
+"""Qwen3-MoE (30B-A3B, 235B-A22B, Coder): grouped queries, norms of each head, softmax router, no shared expert."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from moerl.models.qwen_moe import QWEN_FIELDS, QwenMoe
     architectures=("Qwen3MoeForCausalLM",),
     covers=(
         "tied",
+        "YaRN",
         "dense layers",
     ),
     verified=EXACT,
@@ -22,9 +23,12 @@ from moerl.models.qwen_moe import QWEN_FIELDS, QwenMoe
 class Qwen3Moe(QwenMoe):
     """The family."""
 
-    known = QWEN_FIELDS | {"attention_bias"}
+    known = QWEN_FIELDS | {"attention_bias", "qkv_bias", "shared_expert_intermediate_size", "use_qk_norm"}
 
     def own_shape(self, hf: HFConfig) -> dict[str, Any]:
-        """Norms of queries and keys."""
+        """Norms of queries and keys; Qwen3-Coder names them, and what the generation before it had."""
         refuse_active(hf, "attention_bias")
+        refuse_active(hf, "qkv_bias")
+        refuse_active(hf, "shared_expert_intermediate_size", (None, 0))
+        refuse_active(hf, "use_qk_norm", (None, True))
         return {"has_qk_norm": True}

@@ -1,4 +1,4 @@
-"""What both generations of Qwen's MoE models share: which layers have experts, a softmax router, plain rope."""
+"""What both generations of Qwen's MoE models share: which layers have experts, a softmax router, the rotation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from moerl.errors import CheckpointError
 from moerl.models.family import HFConfig
-from moerl.models.hf_config import plain_rope_theta, refuse_active, refuse_other_attention, refuse_unknown, required
+from moerl.models.hf_config import refuse_active, refuse_other_attention, refuse_unknown, required
 from moerl.models.moe_decoder import (
     COMMON_FIELDS,
     DecoderFamily,
@@ -16,6 +16,7 @@ from moerl.models.moe_decoder import (
     check_topk,
     decoder_kwargs,
 )
+from moerl.models.yarn import yarn_or_plain_rope
 
 QWEN_FIELDS = COMMON_FIELDS | frozenset(
     {
@@ -64,12 +65,14 @@ class QwenMoe(DecoderFamily):
 
     def transformer_kwargs(self, hf: HFConfig) -> dict[str, Any]:
         """Megatron settings; renormalised top-k weights (`norm_topk_prob`) are a softmax over the chosen logits."""
-        return decoder_kwargs(self.shape(hf), hf) | {
-            "moe_router_score_function": "softmax",
-            "moe_router_pre_softmax": not required(hf, bool, "norm_topk_prob"),
-            "rotary_base": plain_rope_theta(hf),
-            "rotary_percent": 1.0,
-        }
+        return (
+            decoder_kwargs(self.shape(hf), hf)
+            | yarn_or_plain_rope(hf)
+            | {
+                "moe_router_score_function": "softmax",
+                "moe_router_pre_softmax": not required(hf, bool, "norm_topk_prob"),
+            }
+        )
 
 
 def _sparse_step_layers(hf: HFConfig, layers: int) -> tuple[bool, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,14 @@ _PLAIN = {
     "use_sliding_window": (False, False),
 }
 _ONLY: dict[str, dict[str, tuple[Any, Any]]] = {
-    "qwen3_moe": {**_PLAIN, "attention_bias": (False, False), "partial_rotary_factor": (1.0, 1.0)},
+    "qwen3_moe": {
+        **_PLAIN,
+        "attention_bias": (False, False),
+        "partial_rotary_factor": (1.0, 1.0),
+        "qkv_bias": (False, False),
+        "shared_expert_intermediate_size": (0, 0),
+        "use_qk_norm": (True, True),
+    },
     "qwen2_moe": {**_PLAIN, "partial_rotary_factor": (1.0, 1.0)},
     "glm4_moe": {**_PLAIN, "scoring_func": ("sigmoid", "sigmoid"), "topk_method": ("noaux_tc", "noaux_tc")},
     "qwen3": {**_PLAIN, "attention_bias": (False, False), "partial_rotary_factor": (1.0, 1.0)},
@@ -69,6 +77,8 @@ _PARTIAL = ("glm4_moe", "minimax_m2")
 """Those that may rotate a part of each head."""
 _DENSE = ("qwen3", "llama")
 """Without experts."""
+_SCALED = {"llama": ("llama3",), **dict.fromkeys(("qwen3", "qwen3_moe", "qwen2_moe"), ("yarn",))}
+"""model_type -> kinds of stretched rotary embeddings."""
 _EPS = {"glm4_moe": 1e-5, "mixtral": 1e-5, "olmoe": 1e-5}
 """model_type -> what Hugging Face takes for `rms_norm_eps` where it is absent; 1e-6 in the others."""
 
@@ -136,6 +146,22 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN's (arXiv 2309.00071): of the channels of a head, the slow ones are stretched by the factor."""
+
+    factor: float
+    original_length: float
+    beta_fast: float
+    """Channels that turn more often than so many times within the original length are left as they are."""
+    beta_slow: float
+    """And those that turn less often than so many times are stretched in full."""
+    is_rounded: bool
+    """The channels where these bounds lie are whole numbers, rounded outwards."""
+    attention_factor: float
+    """Cosines and sines are multiplied by it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReferenceConfig:
     """What the arithmetic needs to know; names as in the code, not as in config.json."""
 
@@ -165,7 +191,7 @@ class ReferenceConfig:
     qkv_bias: bool
     shared: SharedExpert | None
     names: ExpertNames = ExpertNames()
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ReferenceConfig:
@@ -228,7 +254,7 @@ class ReferenceConfig:
             qkv_bias=bool(raw.get("qkv_bias", True)) if kind == "qwen2_moe" else bool(raw.get("attention_bias", False)),
             shared=_shared(raw, kind),
             names=_NAMES.get(kind, ExpertNames()),
-            rope_scaling=_rope_scaling(raw, where) if kind == "llama" else None,
+            rope_scaling=_rope_scaling(raw, where),
         )
 
 
@@ -239,7 +265,7 @@ def _refuse_unimplemented(raw: Mapping[str, Any], kind: Any, where: str) -> None
             "use a folder of one of these, or an engine that knows this model"
         )
     for key, (implemented, absent) in _ONLY[kind].items():
-        value = raw.get(key, absent)
+        value = absent if raw.get(key) is None else raw[key]
         if value != implemented:
             raise ConfigError(
                 f"{where}: {key}={value!r} is not implemented by the reference model, only {implemented!r} is; "
@@ -301,23 +327,56 @@ def _rope_table(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     return rope, rope.get("rope_type", rope.get("type", "default"))
 
 
-def _rope_scaling(raw: Mapping[str, Any], where: str) -> RopeScaling | None:
+def _rope_scaling(raw: Mapping[str, Any], where: str) -> RopeScaling | Yarn | None:
     rope, kind = _rope_table(raw)
-    if kind != "llama3":
+    if kind == "default":
         return None
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    names = ("factor", "original_max_position_embeddings")
+    names += ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()
     missing = [name for name in names if name not in rope]
     if missing:
         raise ConfigError(f"{where}: rotary embedding {rope} lacks {', '.join(missing)}; they must be written down")
-    return RopeScaling(*(float(rope[name]) for name in names))
+    factor, length, *bounds = (float(rope[name]) for name in names)
+    return _yarn(rope, factor, length, where) if not bounds else RopeScaling(factor, bounds[0], bounds[1], length)
+
+
+_YARN_FIELDS = frozenset(
+    {
+        "attention_factor",
+        "attn_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "rope_theta",
+        "rope_type",
+        "truncate",
+        "type",
+    }
+)
+
+
+def _yarn(rope: Mapping[str, Any], factor: float, length: float, where: str) -> Yarn:
+    usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    attention = float(usual if rope.get("attention_factor") is None else rope["attention_factor"])
+    of_engines = usual * float(1.0 if rope.get("attn_factor") is None else rope["attn_factor"])
+    unknown = sorted(name for name in rope.keys() - _YARN_FIELDS if rope[name] is not None)
+    if unknown or not math.isclose(attention, of_engines, rel_tol=1e-6):
+        raise ConfigError(
+            f"{where}: rotary embedding {rope} is not implemented by the reference model: it has "
+            f"{', '.join(unknown) or 'factors of attention that contradict each other'}; use a folder without them"
+        )
+    fast, slow = (float(rope.get(name) or absent) for name, absent in (("beta_fast", 32), ("beta_slow", 1)))
+    return Yarn(factor, length, fast, slow, bool(rope.get("truncate", True)), attention)
 
 
 def _rope(raw: Mapping[str, Any], name: str, absent: float | None, where: str) -> float:
     """A value of the rotary embedding, from its own table or from the top level."""
     rope, kind = _rope_table(raw)
-    allowed = ("default", "llama3") if raw.get("model_type") == "llama" else ("default",)
+    allowed = ("default", *_SCALED.get(raw.get("model_type", "qwen3_moe"), ()))
     if kind not in allowed or (raw.get("model_type") not in _PARTIAL and rope.get("partial_rotary_factor", 1.0) != 1.0):
-        raise ConfigError(f"{where}: rotary embedding {rope} is not implemented by the reference model, only 'default'")
+        raise ConfigError(f"{where}: rotary embedding {rope} is not implemented by the reference model, only {allowed}")
     value = rope.get(name, raw.get(name, absent))
     if value is None:
         raise ConfigError(f"{where}: {name} is missing (also under rope_parameters); it must be written down")

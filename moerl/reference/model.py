@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moerl.errors import CheckpointError, DataError
-from moerl.reference.config import ReferenceConfig, RopeScaling
+from moerl.reference.config import ReferenceConfig, RopeScaling, Yarn
 from moerl.reference.loading import check_weights, read_weights
 from moerl.reference.moe import MLP, MoE, linear, probs_of, wide
 
@@ -254,11 +254,14 @@ def rotary_tables(cfg: ReferenceConfig, position_ids: Tensor, dtype: torch.dtype
     wider = torch.float64 if dtype == torch.float64 else torch.float32
     exponent = torch.arange(0, cfg.rotary_dim, 2, device=position_ids.device).to(wider) / cfg.rotary_dim
     frequencies = 1.0 / cfg.rope_theta**exponent
-    if cfg.rope_scaling is not None:
+    size = 1.0
+    if isinstance(cfg.rope_scaling, RopeScaling):
         frequencies = _stretched(frequencies, cfg.rope_scaling)
+    elif cfg.rope_scaling is not None:
+        frequencies, size = _yarn(frequencies, cfg.rope_scaling, cfg.rope_theta), cfg.rope_scaling.attention_factor
     angles = position_ids[..., None].to(wider) * frequencies
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * size).to(dtype), (angles.sin() * size).to(dtype)
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -267,6 +270,23 @@ def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     kept = (often - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _yarn(frequencies: Tensor, scaling: Yarn, base: float) -> Tensor:
+    """Pair i of a head's channels turns `original_length * frequencies[i] / (2 pi)` times within the original length;
+    between the pairs with `beta_fast` and `beta_slow` turns the stretched share rises evenly from 0 to 1.
+    """
+    pairs = len(frequencies)
+    bounds = [
+        pairs * math.log(scaling.original_length / (2 * math.pi * turns), base)
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    ]
+    if scaling.is_rounded:
+        bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
+    first, last = max(bounds[0], 0), min(bounds[1], 2 * pairs - 1)
+    place = torch.arange(pairs, device=frequencies.device).to(frequencies.dtype)
+    stretched = ((place - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return frequencies * (1 - stretched + stretched / scaling.factor)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from moerl.models.family import (
     families,
     family_of,
 )
+from moerl.models.hf_config import GENERIC_FIELDS, SAMPLING_FIELDS
 from moerl.models.hf_folder import HFFolder, InMemory, Unfused, checked_source, read_config
 from moerl.models.rules import Vocab
 
@@ -73,6 +76,26 @@ def test_every_family_says_what_it_covers_and_how_it_was_verified():
         assert traits["covers"]
         assert all(isinstance(word, str) and word for word in traits["covers"])
         assert not set(traits["architectures"]) & UNSUPPORTED.keys()
+
+
+def test_how_to_sample_is_no_business_of_any_model():
+    """What is let through everywhere: transformers keeps it beside the model, and no family's own code reads it."""
+    import transformers
+
+    assert transformers.GenerationConfig().to_dict().keys() >= SAMPLING_FIELDS
+    marks = {"_attn_implementation_autoset", "auto_map", "tokenizer_class", "unsloth_fixed", "unsloth_version"}
+    assert marks <= GENERIC_FIELDS
+    pattern = re.compile(rf"config(?:\.|, \")({'|'.join(SAMPLING_FIELDS | marks)})\b")
+    seen = 0
+    for family in families.names():
+        for architecture in families.get(family).traits["architectures"]:
+            model_class = getattr(transformers, architecture, None)
+            if model_class is None:  # the class of a released folder's own code
+                continue
+            module = sys.modules[model_class.__module__]
+            assert not pattern.findall(inspect.getsource(module)), architecture
+            seen += "config.num_hidden_layers" in inspect.getsource(module)
+    assert seen > 8
 
 
 @pytest.mark.parametrize("architecture", sorted(UNSUPPORTED))

@@ -48,6 +48,12 @@ SAMPLES: dict[str, dict[str, dict[str, Any]]] = {
             num_experts=16,
             num_experts_per_tok=2,
             norm_topk_prob=True,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+            },
         ),
     },
     "qwen2_moe": {
@@ -293,6 +299,12 @@ SAMPLES: dict[str, dict[str, dict[str, Any]]] = {
             num_key_value_heads=1,
             head_dim=4,
             tie_word_embeddings=True,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+            },
         ),
     },
     "llama": {

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 FAMILIES = {
     "qwen2": {
         "model_type": "qwen2_moe",
@@ -77,6 +78,21 @@ FAMILIES = {
     "qwen3": {
         "model_type": "qwen3",
         **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")),
+    },
+    "qwen3_yarn": {
+        "model_type": "qwen3",
+        **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")),
+        "rope_parameters": {**YARN, "attention_factor": 1.0, "attn_factor": 0.8782488562869419},
+    },
+    "qwen3_moe_yarn": {"model_type": "qwen3_moe", "num_experts": 7, "norm_topk_prob": True, "rope_parameters": YARN},
+    "qwen2_yarn": {
+        "model_type": "qwen2_moe",
+        "num_experts": 7,
+        "shared_expert_intermediate_size": 18,
+        "num_key_value_heads": 3,
+        "head_dim": None,
+        "norm_topk_prob": False,
+        "rope_parameters": {**YARN, "beta_fast": 2.0, "beta_slow": 0.01, "truncate": False},
     },
     "llama": {
         "model_type": "llama",

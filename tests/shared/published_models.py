@@ -35,6 +35,16 @@ QWEN3 = dict(
     use_sliding_window=False,
     vocab_size=151936,
 )
+QWEN3_CODER = {
+    **{name: value for name, value in QWEN3.items() if name not in ("attention_bias", "bos_token_id")},
+    "max_position_embeddings": 262144,
+    "qkv_bias": False,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0,
+    "transformers_version": "4.52.3",
+    "use_qk_norm": True,
+}
 QWEN2 = dict(
     architectures=["Qwen2MoeForCausalLM"],
     attention_dropout=0.0,
@@ -320,6 +330,34 @@ MODELS = {
         },
         235.09,
         22.2,
+    ),
+    "Qwen3-Coder-30B-A3B": Published(
+        {
+            **QWEN3_CODER,
+            "hidden_size": 2048,
+            "intermediate_size": 5472,
+            "max_window_layers": 28,
+            "moe_intermediate_size": 768,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 48,
+        },
+        30.53,
+        3.35,
+    ),
+    "Qwen3-Coder-480B-A35B": Published(
+        {
+            **QWEN3_CODER,
+            "hidden_size": 6144,
+            "intermediate_size": 8192,
+            "max_window_layers": 62,
+            "moe_intermediate_size": 2560,
+            "num_attention_heads": 96,
+            "num_experts": 160,
+            "num_hidden_layers": 62,
+            "num_key_value_heads": 8,
+        },
+        480.15,
+        35.4,
     ),
     "Qwen1.5-MoE-A2.7B": Published(
         {

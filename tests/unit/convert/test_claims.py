@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,16 +32,22 @@ def limited(monkeypatch):
 class Process:
     """One of two of the launch `node0 29500`, as a static rendezvous names every launch."""
 
-    def __init__(self, out: Path, rank: int) -> None:
+    def __init__(self, out: Path, rank: int, of: int = 2, words: str = "") -> None:
         self.made: list[int] = []
         self.dies_at: int | None = None
         self.dies_after: threading.Event | None = None
         self.waits, self.goes_on = threading.Event(), threading.Event()
+        self.finishes, self.ends = threading.Event(), threading.Event()
         self.goes_on.set()
-        self._building = Building(out, FILES, {}, world=World(rank, 2, launch="node0 29500"))
+        self.ends.set()
+        self._building = Building(out, FILES, {"words": words}, world=World(rank, of, launch="node0 29500"))
 
     def build(self):
-        return self._building.build(self._make, lambda *_: None)
+        return self._building.build(self._make, self._finish)
+
+    def _finish(self, *_) -> None:
+        self.finishes.set()
+        assert self.ends.wait(20)
 
     def _make(self, number: int):
         if number == self.dies_at:
@@ -108,3 +116,49 @@ def test_what_outlives_a_dead_launch_puts_nothing_into_the_folder_of_the_next(tm
         assert again.result(20) is not None
     assert second.made == [1, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("code", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
+def test_a_file_system_without_locks_is_told_and_worked_on(tmp_path, monkeypatch, caplog, code):
+    refuse_locks(monkeypatch, getattr(errno, code))
+    first, second = (Process(tmp_path / "out", rank) for rank in (0, 1))
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(second.build)
+        assert first.build() is not None
+        assert other.result(20) is None
+    assert [float(load_file(tmp_path / "out" / f"f{i}")["x"][0]) for i in range(4)] == [0, 1, 2, 3]
+    assert f"has no locks ({os.strerror(getattr(errno, code))})" in caplog.text
+
+
+@pytest.mark.parametrize("stops_in", ["make", "finish"])
+def test_without_locks_the_earlier_of_two_conversions_stops(tmp_path, monkeypatch, stops_in):
+    refuse_locks(monkeypatch, errno.ENOLCK)
+    earlier, later = Process(tmp_path / "out", 0, of=1), Process(tmp_path / "out", 0, of=1, words="another plan")
+    reached, released = (earlier.waits, earlier.goes_on) if stops_in == "make" else (earlier.finishes, earlier.ends)
+    released.clear()
+    with ThreadPoolExecutor() as pool:
+        left = pool.submit(earlier.build)
+        assert reached.wait(20)
+        later.goes_on.clear()
+        again = pool.submit(later.build)
+        assert later.waits.wait(20)  # so it has claimed the folder
+        released.set()
+        with pytest.raises(CheckpointError, match="another launch has taken this conversion over"):
+            left.result(20)
+        assert not (tmp_path / "out").exists()
+        later.goes_on.set()
+        assert again.result(20) is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_any_other_refusal_of_the_lock_is_an_error(tmp_path, monkeypatch):
+    refuse_locks(monkeypatch, errno.EIO)
+    with pytest.raises(CheckpointError, match=f"cannot write .*{os.strerror(errno.EIO)}"):
+        Process(tmp_path / "out", 0, of=1).build()
+
+
+def refuse_locks(monkeypatch, code: int) -> None:
+    def flock(handle: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(claims.fcntl, "flock", flock)

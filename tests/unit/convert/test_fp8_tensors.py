@@ -19,6 +19,7 @@ from moerl.convert.compare import compare_weights
 from moerl.convert.imports import Options, import_checkpoint
 from moerl.convert.layouts import Layout
 from moerl.convert.places import find
+from moerl.models.hf_export import leftover
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo" / "policy"
 OPTIONS = Options(dtype=torch.bfloat16)
@@ -87,11 +88,13 @@ def test_weights_are_the_models_and_routers_their_own(kind, export, tmp_path):
 def test_what_a_killed_export_left_goes(export, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    (tmp_path / f".out.modelopt-{process.pid}-abc_12").mkdir()
-    (tmp_path / f".out.modelopt-{os.getppid()}-abc_12").mkdir()
+    dead, living = (leftover(tmp_path / "out", "modelopt").name.split("-") for _ in range(2))
+    dead[2], living[2] = str(process.pid), str(os.getppid())
+    for name in (dead, living):
+        (tmp_path / f"{'-'.join(name)}-abc_12").mkdir()
     export(find(save_bfloat16(tmp_path / "hf", "softmax")), tmp_path / "out", OPTIONS, TEXTS)
     found = sorted(path.name for path in tmp_path.iterdir())
-    assert found == [f".out.modelopt-{os.getppid()}-abc_12", "hf", "out"]
+    assert found == [f"{'-'.join(living)}-abc_12", "hf", "out"]
 
 
 def test_experts_that_no_text_reaches_have_scales_too(export, tmp_path):

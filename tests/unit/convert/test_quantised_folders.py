@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from quantised_folders import SETTINGS, edit_config, read_files, save_bfloat16, save_fp8, write_files
+from quantised_folders import SETTINGS, edit_config, is_linear, read_files, save_bfloat16, save_fp8, write_files
 from safetensors.torch import load_file
 
 from moerl.__main__ import main
@@ -150,3 +151,92 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(small, tmp_path
         with pytest.raises(CheckpointError, match=told):
             convert(find(small))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8"]
+
+
+CACHE = [
+    f"model.layers.{layer}.self_attn.{part}" for layer in range(2) for part in ("k_proj.k_scale", "v_proj.v_scale")
+]
+
+
+def test_scales_of_an_engines_cache_stay_behind_and_are_told(small, tmp_path):
+    """As modelopt and compressed-tensors write them where the cache is FP8 too."""
+    without = read_files(small)
+    import_checkpoint(find(small), tmp_path / "first", Layout(), Options())
+    edit(small, **{name: torch.tensor(0.5) for name in CACHE})
+    import_checkpoint(find(small), tmp_path / "shards", Layout(), Options())
+    export_checkpoint(find(small), tmp_path / "plain", Options())
+    assert not compare_weights(find(tmp_path / "first"), find(tmp_path / "shards")).differences
+    for manifest in (tmp_path / "shards" / "manifest.json", tmp_path / "plain" / "moerl_manifest.json"):
+        assert json.loads(manifest.read_text())["unmapped"] == CACHE
+    assert json.loads((tmp_path / "first" / "manifest.json").read_text())["unmapped"] == []
+    assert read_files(tmp_path / "plain").keys() == {name for name in without if not name.endswith("_scale_inv")}
+
+
+def test_scales_of_a_cache_beside_plain_weights_are_unmapped(tmp_path):
+    save_bfloat16(tmp_path / "hf", "softmax")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    write_files(tmp_path / "hf", {"a.safetensors": {**tensors, CACHE[0]: torch.tensor(0.5)}})
+    with pytest.raises(CheckpointError, match=f"unmapped tensors: {re.escape(CACHE[0])}"):
+        find(tmp_path / "hf").open()
+
+
+def save_modelopt(folder: Path, *, said: dict | None) -> tuple[Path, dict[str, torch.Tensor]]:
+    """(folder as older versions of modelopt wrote it: FP8 per tensor, told by a file of its own; plain tensors)."""
+    save_bfloat16(folder, "softmax")
+    stored, plain = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stored[name] = plain[name] = tensor
+        if is_linear(name, tensor.shape):
+            scale = tensor.float().abs().max() / 448
+            stored[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+            stored |= {f"{name}_scale": scale, f"{name.removesuffix('.weight')}.input_scale": torch.tensor(2.0)}
+            plain[name] = (stored[name].float() * scale).to(torch.bfloat16)
+    (folder / "model.safetensors").unlink()
+    write_files(folder, {"a.safetensors": stored, "b.safetensors": {}})
+    if said is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, **said}))
+    return folder, plain
+
+
+def test_modelopts_own_file_says_how_weights_are_stored(tmp_path, capsys):
+    said = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    folder, plain = save_modelopt(tmp_path / "fp8", said=said)
+    edit(folder, **{name: torch.tensor(0.5) for name in CACHE})
+    import_checkpoint(find(folder), tmp_path / "shards", Layout(expert=2), Options())
+    export_checkpoint(find(tmp_path / "shards"), tmp_path / "back", Options())
+    found = read_files(tmp_path / "back")
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())
+    for out in ("shards", "back"):
+        assert "quantization_config" not in json.loads((tmp_path / out / "config.json").read_text())
+        assert not (tmp_path / out / "hf_quant_config.json").exists()
+    assert main(["convert", "inspect", str(folder)]) == 0
+    assert "modelopt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            {"quantization": {"quant_algo": "NVFP4"}},
+            "hf_quant_config.json has quant_algo 'NVFP4'; of modelopt only 'FP8'",
+        ),
+        ({"quantization": {"quant_algo": None}}, "hf_quant_config.json has quant_algo None"),
+        ({"quantization": []}, "hf_quant_config.json has quant_algo None"),
+        (None, "config.json has no quantization_config to say what its scale is"),
+    ],
+)
+def test_what_modelopts_file_may_not_say_is_refused_by_its_name(tmp_path, said, told):
+    folder, _ = save_modelopt(tmp_path / "fp8", said=said)
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        import_checkpoint(find(folder), tmp_path / "out", Layout(), Options())
+    assert not (tmp_path / "out").exists()
+
+
+def test_modelopts_file_beside_plain_weights_is_told(tmp_path):
+    save_bfloat16(tmp_path / "hf", "softmax")
+    (tmp_path / "hf" / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    told = "hf_quant_config.json says 'modelopt', but no tensor is quantised; remove hf_quant_config.json"
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        find(tmp_path / "hf").open()

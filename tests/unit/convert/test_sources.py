@@ -129,3 +129,14 @@ def test_the_tokenizer_travels_along(folder, tmp_path):
         assert kept == files.keys() - {"notes.md"}
     before, after = (json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "back"))
     assert {key: after[key] for key in before} == before
+
+
+@pytest.mark.parametrize("between", [(), (Layout(),)])
+def test_a_tokenizer_linked_from_elsewhere_is_refused_before_anything_is_read(folder, tmp_path, between):
+    (tmp_path / "mine.json").write_text("{}")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "mine.json")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    convert = import_checkpoint if between else export_checkpoint
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to .*mine\.json, outside of"):
+        convert(find(folder), tmp_path / "out", *between, Options())
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -109,3 +109,30 @@ def test_llamas_scaling_is_in_the_forward(kit, tmp_path, micro):
     scaled = kit.make_policy(folder).logprobs(micro)
     plain = save_model(tmp_path / "plain", "llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     assert (kit.make_policy(plain).logprobs(micro) - scaled).abs().max() > 1e-4
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("softmax", {}),
+        ("dense", {}),
+        ("shared", {"beta_fast": 2.0, "beta_slow": 0.01}),
+        ("softmax", {"beta_fast": 2.0, "beta_slow": 0.01, "truncate": False}),
+        ("dense", {"attn_factor": 0.8782488562869419, "attention_factor": 1.0}),
+        ("dense", {"attn_factor": 1.5, "attention_factor": 1.7079441541679836}),
+    ],
+)
+def test_yarn_beyond_the_original_length_equals_transformers(kit, tmp_path, micro, kind, more):
+    """Sequences of 17 and 9 where the model was made for 8; an unstretched rotation is another model."""
+    model = make_model(kind, rope_parameters={**YARN, **more})
+    model.save_pretrained(tmp_path / "yarn")
+    with torch.no_grad():
+        logits, _ = logits_of(model, micro)
+    _, rows = logprobs_and_logits(kit.make_policy(tmp_path / "yarn"), micro)
+    assert (rows - logits).abs().max() < 1e-5
+    plain = save_model(tmp_path / "plain", kind, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    _, other = logprobs_and_logits(kit.make_policy(plain), micro)
+    assert (other - logits).abs().max() > 1e-3

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moerl.errors import CheckpointError, DataError
-from moerl.models.hf_export import sweep, write_hf_folder
+from moerl.models.hf_export import COPIED_FILES, leftover, sweep, write_hf_folder
 from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder, read_config
 
 WEIGHTS = {f"w{i}": torch.full((10, i + 1), float(i)) for i in range(6)} | {"count": torch.arange(4)}
@@ -75,26 +78,45 @@ def test_a_tokenizer_of_the_folders_own_code_comes_along(tmp_path, source):
     assert kimi.keys() <= manifest["files"].keys()
 
 
-def test_modules_are_files_of_the_folder_or_of_the_hubs_cache(tmp_path, source):
+LINKED = [*COPIED_FILES, "modeling.py", "additional_chat_templates/tool_use.jinja"]
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_out_of_the_folder_is_refused_before_anything_is_written(tmp_path, source, name):
     (tmp_path / "secret").write_text("a key")
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(tmp_path / "secret")
+    told = f"{source / name} is a link to {tmp_path / 'secret'}, outside of {source}"
+    with pytest.raises(CheckpointError, match=f"{re.escape(told)}.* put the file itself in its place"):
+        write_hf_folder(tmp_path / "out", WEIGHTS.items(), source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "source"]
+
+
+def test_links_inside_the_folder_and_into_the_hubs_cache_are_followed(tmp_path, source):
     (source / "real.py").write_text("1")
     (source / "inside.py").symlink_to("real.py")
-    (source / "outside.py").symlink_to(tmp_path / "secret")
     (source / "gone.py").symlink_to("nowhere.py")
     (source / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["../secret.T", null]}}')
-    write_hf_folder(tmp_path / "out", WEIGHTS.items(), source)
-    modules = {name: text for name, text in content(tmp_path / "out").items() if name.endswith(".py")}
-    assert modules == {"real.py": b"1", "inside.py": b"1"}
-
     repo = tmp_path / "models--a--b"
     (repo / "blobs").mkdir(parents=True)
     (repo / "snapshots").mkdir()
     snapshot = source.rename(repo / "snapshots" / "0123abc")
-    (repo / "blobs" / "77").write_text("cached")
-    (snapshot / "cached.py").symlink_to("../../blobs/77")
-    write_hf_folder(tmp_path / "again", WEIGHTS.items(), snapshot)
-    modules = {name: text for name, text in content(tmp_path / "again").items() if name.endswith(".py")}
-    assert modules == {"real.py": b"1", "inside.py": b"1", "cached.py": b"cached"}
+    for number, name in enumerate(("cached.py", "vocab.json", "config.json")):
+        blob = repo / "blobs" / str(number)
+        blob.write_text("{}" if name == "config.json" else f"cached {name}")
+        (snapshot / name).unlink(missing_ok=True)
+        (snapshot / name).symlink_to(f"../../blobs/{number}")
+    local = tmp_path / "local"  # the hub's client has filled folders with such links
+    local.mkdir()
+    for name in ("vocab.json", "config.json"):
+        (local / name).symlink_to((snapshot / name).resolve())
+    write_hf_folder(tmp_path / "out", WEIGHTS.items(), snapshot)
+    found = {name: text for name, text in content(tmp_path / "out").items() if name.endswith((".py", "vocab.json"))}
+    vocabulary = {"vocab.json": b"cached vocab.json"}
+    assert found == {"real.py": b"1", "inside.py": b"1", "cached.py": b"cached cached.py", **vocabulary}
+    write_hf_folder(tmp_path / "again", WEIGHTS.items(), local)
+    assert vocabulary.items() <= content(tmp_path / "again").items()
 
 
 def test_chat_templates_that_have_names_come_along(tmp_path, source):
@@ -103,8 +125,6 @@ def test_chat_templates_that_have_names_come_along(tmp_path, source):
     templates.mkdir()
     (templates / "tool_use.jinja").write_text("{{ tools }}")
     (templates / "notes.txt").write_text("not one")
-    (tmp_path / "secret").write_text("a key")
-    (templates / "outside.jinja").symlink_to(tmp_path / "secret")
     write_hf_folder(tmp_path / "out", WEIGHTS.items(), source, record={})
     copied = tmp_path / "out" / "additional_chat_templates"
     assert content(copied) == {"tool_use.jinja": b"{{ tools }}"}
@@ -119,28 +139,59 @@ def ended() -> int:
     return process.pid
 
 
+def owned(what: str, number: int, host: str = "") -> str:
+    """Name of what a process has beside `h[f]`."""
+    return f".h[f].{what}-{host or own_host()}-{number}-0123abcd"
+
+
+def own_host() -> str:
+    return re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40]
+
+
 def test_what_killed_processes_left_beside_the_target_goes(tmp_path, source):
     """Whatever the name; what a living process has, and what only begins with the name, stays."""
     out, dead = tmp_path / "h[f]", ended()
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    gone = [f".h[f].{what}-{number}" for what in ("building", "old") for number in (dead, os.getpid())]
-    kept = [f".h[f].{what}-{living.pid}" for what in ("building", "old")]
-    kept += [f".h[f].old-{dead}.converting", ".h[f].old-mine", f".hf.old-{dead}", f".hf.building-{dead}"]
+    gone = [owned(what, number) for what in ("building", "old") for number in (dead, os.getpid())]
+    kept = [owned(what, living.pid) for what in ("building", "old")]
+    kept += [f"{owned('old', dead)}.converting", ".h[f].old-mine", f".hf.old-{dead}", owned("building", dead)[:-1]]
     for name in (*gone, *kept):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("")
     write_hf_folder(out, WEIGHTS.items(), source)
-    own = tmp_path / f".h[f].old-{os.getpid()}"  # numbers come again, and this one would be in the way
-    own.mkdir()
-    (own / "x").write_text("")
     write_hf_folder(out, WEIGHTS.items(), source)
     living.communicate(b"\n")
     assert sorted(leftovers(tmp_path)) == sorted(kept)
-    for name in (f".h[f].modelopt-{dead}-ab_1", f".h[f].modelopt-{os.getppid()}-ab_1"):
-        (tmp_path / name).mkdir()
+    for name in (owned("modelopt", dead), owned("modelopt", os.getppid())):
+        (tmp_path / f"{name}-ab_1").mkdir()
     sweep(out, "modelopt")
-    assert sorted(leftovers(tmp_path)) == sorted([*kept, f".h[f].modelopt-{os.getppid()}-ab_1"])
+    assert sorted(leftovers(tmp_path)) == sorted([*kept, f"{owned('modelopt', os.getppid())}-ab_1"])
     assert HFFolder(out).names() == set(WEIGHTS)
+
+
+def test_what_another_machine_builds_stays_for_a_day(tmp_path, source):
+    """Its processes have numbers that mean others here, or nothing; so may those of a version that named no machine."""
+    out, dead = tmp_path / "h[f]", ended()
+    names = [owned("building", dead, "far_away"), owned("building", os.getpid(), "far_away"), f".h[f].building-{dead}"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part-0").write_text("")
+        os.utime(tmp_path / name, (0, 0))  # a file in it may be younger
+    write_hf_folder(out, WEIGHTS.items(), source)
+    assert sorted(leftovers(tmp_path)) == sorted(names)
+    for name in names:
+        for path in (tmp_path / name / "part-0", tmp_path / name):
+            os.utime(path, (time.time() - 90_000,) * 2)
+    write_hf_folder(out, WEIGHTS.items(), source)
+    assert leftovers(tmp_path) == []
+
+
+def test_two_machines_may_write_beside_one_another(tmp_path, source):
+    """Two exports of one process are two names, and each is told from those of other processes."""
+    first, second = (leftover(tmp_path / "out", "building") for _ in range(2))
+    assert first != second
+    assert first.parent == tmp_path
+    assert first.name.startswith(f".out.building-{own_host()}-{os.getpid()}-")
 
 
 def test_shards_are_bounded_and_indexed(tmp_path, source):

@@ -61,6 +61,57 @@ def test_the_released_config():
     assert "num_moe_experts" not in values
 
 
+LLAMA_2 = {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf",
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+
+
+def test_llama_2_was_written_before_the_field_of_its_base():
+    """What transformers takes for it is what it then was."""
+    from transformers import LlamaConfig
+
+    found = family_of(LLAMA_2).transformer_kwargs(LLAMA_2)
+    assert found["rotary_base"] == LlamaConfig.from_dict(dict(LLAMA_2)).rope_parameters["rope_theta"] == 10000.0
+    said = {**LLAMA_2, "rope_theta": 5e5}
+    assert family_of(said).transformer_kwargs(said)["rotary_base"] == 5e5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"transformers_version": "4.32.0"},
+        {"transformers_version": "5.24.0"},
+        {"transformers_version": None},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default"}},
+    ],
+)
+def test_a_base_is_guessed_of_no_newer_or_stretched_llama(changes):
+    hf = {**LLAMA_2, **changes}
+    with pytest.raises(CheckpointError, match=r"rope_theta is missing|'linear'"):
+        family_of(hf).transformer_kwargs(hf)
+
+
 def test_both_places_mean_the_same():
     new = {**SCALING, "rope_theta": 5e5}
     assert settings(rope_scaling=..., rope_theta=..., rope_parameters=new) == settings()

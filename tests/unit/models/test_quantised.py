@@ -209,6 +209,41 @@ def test_packed_integers_are_in_groups_of_the_declared_size():
     assert plain(stored, both).names() == {"a.weight"}
 
 
+CACHE_SCALES = (
+    "self_attn.k_proj.k_scale",
+    "self_attn.v_proj.v_scale",
+    "self_attn.q_scale",
+    "self_attn.k_scale",
+    "self_attn.v_scale",
+    "self_attn.kv_scale",
+    "self_attn.prob_scale",
+    "self_attn.k_proj.output_scale",
+)
+
+
+@pytest.mark.parametrize("name", CACHE_SCALES)
+def test_scales_of_the_cache_are_no_weights(name):
+    weight, scale = blocks()
+    at = "model.layers.0.self_attn.k_proj.weight"
+    stored = {at: weight, f"{at}_scale_inv": scale, f"model.layers.0.{name}": torch.ones(())}
+    assert plain(stored).names() == {at}
+    assert plain_source(InMemory({"a": torch.ones(2), f"model.layers.0.{name}": torch.ones(())}), {}).names() == {
+        "a",
+        f"model.layers.0.{name}",  # of a folder that is not quantised they are unknown
+    }
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj.weight_scales", "mlp.k_scale", "self_attn.new_scale", "k_scale"])
+def test_scales_of_anything_else_are_shown_or_refused(name):
+    weight, scale = blocks()
+    stored = {"a.weight": weight, "a.weight_scale_inv": scale, f"model.layers.0.{name}": torch.ones(())}
+    if name.endswith("_scales"):
+        with pytest.raises(CheckpointError, match="has no quantised weight"):
+            plain(stored)
+        return
+    assert plain(stored).names() == {"a.weight", f"model.layers.0.{name}"}
+
+
 def test_plain_weights_pass_through_and_configurations_lose_the_field():
     source = InMemory({"a": torch.ones(2)})
     assert plain_source(source, {}) is source

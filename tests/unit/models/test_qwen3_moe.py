@@ -84,6 +84,30 @@ def test_the_released_config():
     assert expert.shard_shape(2) == (768, 2048)
 
 
+def test_what_qwen3_coder_names_is_what_the_others_have():
+    coder = {"attention_bias": ..., "qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert settings(**coder) == settings()
+
+
+def test_what_other_tools_write_is_let_through():
+    """Unsloth's marks, transformers' own, and what an old dump said of sampling."""
+    written = {
+        "_attn_implementation_autoset": True,
+        "auto_map": {"AutoModelForCausalLM": "modeling_x.X"},
+        "do_sample": True,
+        "max_length": 20,
+        "num_beams": 1,
+        "repetition_penalty": 1.05,
+        "temperature": 0.7,
+        "tokenizer_class": "Qwen2Tokenizer",
+        "top_k": 50,
+        "top_p": 0.8,
+        "unsloth_fixed": True,
+        "unsloth_version": "2025.3.18",
+    }
+    assert settings(**written) == settings()
+
+
 def test_new_spellings_of_transformers_5_mean_the_same():
     new = with_fields(
         num_experts=...,
@@ -127,7 +151,7 @@ def test_a_missing_head_dim_is_hidden_over_heads():
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'.*allowed: 'silu'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types has \['sliding_attention'\]"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling has type 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling has type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6}}, "rope_parameters has type 'linear'"),
         ({"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "rope_scaling has factor, which unscaled rope"),
         ({"rope_theta": ...}, "rope_theta is missing"),
@@ -144,7 +168,9 @@ def test_a_missing_head_dim_is_hidden_over_heads():
         ({"num_experts_per_tok": 200}, "num_experts_per_tok 200 exceeds num_experts 128"),
         ({"mlp_only_layers": [48]}, r"mlp_only_layers names \[48\], but there are only 48 layers"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be at least 1"),
-        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size=512 may change"),
+        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size is 512.*allowed: None, 0"),
+        ({"qkv_bias": True}, "qkv_bias is True"),
+        ({"use_qk_norm": False}, "use_qk_norm is False.*allowed: None, True"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes, message):

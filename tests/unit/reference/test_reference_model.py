@@ -255,6 +255,20 @@ def test_what_is_not_implemented_is_refused_by_name(changes, message):
         config(**changes)
 
 
+def test_what_qwen3_coder_names_is_what_the_others_have():
+    coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert config(**coder) == config(**dict.fromkeys(coder)) == config()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"qkv_bias": True}, {"shared_expert_intermediate_size": 8}, {"use_qk_norm": False}]
+)
+def test_a_qwen3_that_is_another_model_is_refused(changes):
+    (name,) = changes
+    with pytest.raises(ConfigError, match=f"{name}={changes[name]} is not implemented"):
+        config(**changes)
+
+
 def test_a_missing_key_file_or_json_is_named(tmp_path):
     absent = ("hidden_size", "num_experts_per_tok")
     with pytest.raises(ConfigError, match="hidden_size, num_experts_per_tok missing"):
