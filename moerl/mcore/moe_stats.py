@@ -67,6 +67,20 @@ def keep_choice(batch: MicroBatch, seen: Observation, layers: tuple[int, ...]) -
     return kept
 
 
+def log_q_of_shift(
+    batch: MicroBatch, seen: Observation, layers: tuple[int, ...], *, old_routes: Tensor, is_replaying: bool
+) -> Tensor:
+    """[t, l, k] float32: log q on the experts active under the old policy, all of `layers`.
+
+    These are its own, `old_routes` [t, l, k]; or, where the rollout's are replayed, those.
+    """
+    used = old_routes
+    if is_replaying and batch.routes is not None:
+        replayed = of_layers(batch.routes, layers)
+        used = replayed if batch.has_route is None else torch.where(batch.has_route[:, None, None], replayed, used)
+    return seen.log_probs.gather(-1, used.long())
+
+
 def keep_drift(batch: MicroBatch, seen: Observation, old: RouterStats) -> dict[str, Tensor]:
     """What the pair (old, current) is measured by: `drift_of` on live tokens, which `old` has of the same layers."""
     rows = predicting_rows(batch)

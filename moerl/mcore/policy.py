@@ -183,23 +183,12 @@ class MegatronPolicy:
             self._old_routing.keep(batch, seen, layers)
             kept = moe_stats.keep_choice(batch, seen, layers)
             if "router_shift" in needs:
-                kept["log_q"] = self._log_q_of_shift(batch, seen.own_routes, seen, layers)
+                kept["log_q"] = moe_stats.log_q_of_shift(
+                    batch, seen, layers, old_routes=seen.own_routes, is_replaying=self._routing == "R3"
+                )
             return kept
 
         return keep
-
-    def _log_q_of_shift(
-        self, batch: MicroBatch, old_routes: Tensor, seen: Observation, layers: tuple[int, ...]
-    ) -> Tensor:
-        """On the experts active under the old policy [t, l, k], all of `layers`: its own, or the replayed ones where
-        there are any.
-        """
-        used = old_routes
-        if self._routing == "R3" and batch.routes is not None:
-            replayed = moe_stats.of_layers(batch.routes, layers)
-            has_route = batch.has_route
-            used = replayed if has_route is None else torch.where(has_route[:, None, None], replayed, used)
-        return seen.log_probs.gather(-1, used.long())
 
     def _pair_metrics(self, batches: Sequence[MicroBatch], results: Sequence[MicroResult]) -> Metrics:
         metrics: Metrics = {}
@@ -320,8 +309,8 @@ class MegatronPolicy:
 
     def _keep_shift(self, batch: MicroBatch, seen: Observation, layers: tuple[int, ...]) -> dict[str, Tensor]:
         assert batch.old_routes is not None
-        old = moe_stats.of_layers(batch.old_routes, layers)
-        return {"log_q": self._log_q_of_shift(batch, old, seen, layers)}
+        old, replays = moe_stats.of_layers(batch.old_routes, layers), self._routing == "R3"
+        return {"log_q": moe_stats.log_q_of_shift(batch, seen, layers, old_routes=old, is_replaying=replays)}
 
     def _shift_ahead(self, minibatch: Sequence[MicroBatch]) -> dict[tuple[int, ...], Tensor]:
         """Router-shift factors by pack, from a forward of their own: while a pipeline trains, its last stage cannot see
