@@ -89,6 +89,7 @@ class Dequantised:
         for name in sorted(names):
             self._take(name, names)
         self._refuse_orphans(names)
+        self._hidden |= cache_scales(names)
         if not self._stored and not is_part:
             said = f"remove {settings[SAID_BY]}" if SAID_BY in settings else "remove the field"
             raise CheckpointError(
@@ -98,7 +99,7 @@ class Dequantised:
 
     def names(self) -> frozenset[str]:
         """Plain names."""
-        return (self._source.names() - self._hidden - cache_scales(self._source.names())) | self._stored.keys()
+        return (self._source.names() - self._hidden) | self._stored.keys()
 
     def shape(self, name: str) -> Shape:
         """As it is shown."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prediction_layers import save_fp8_with_prediction
 from quantised_folders import SETTINGS, edit_config, is_linear, read_files, save_bfloat16, save_fp8, write_files
 from safetensors.torch import load_file
 
@@ -240,3 +241,15 @@ def test_modelopts_file_beside_plain_weights_is_told(tmp_path):
     told = "hf_quant_config.json says 'modelopt', but no tensor is quantised; remove hf_quant_config.json"
     with pytest.raises(CheckpointError, match=re.escape(told)):
         find(tmp_path / "hf").open()
+
+
+def test_scales_of_a_cache_stay_behind_with_layers_that_nothing_trains_too(tmp_path):
+    folder, plain = save_fp8_with_prediction(tmp_path / "fp8", "sigmoid")
+    cache = [f"model.layers.{layer}.self_attn.k_proj.k_scale" for layer in range(4)]
+    edit(folder, **{name: torch.tensor(0.5) for name in cache})
+    import_checkpoint(find(folder), tmp_path / "shards", Layout(), Options())
+    assert json.loads((tmp_path / "shards" / "manifest.json").read_text())["unmapped"] == cache
+    for number, options in enumerate((Options(), Options(dtype=torch.bfloat16, fp8_blocks=True))):
+        export_checkpoint(find(tmp_path / "shards"), tmp_path / f"out{number}", options)
+        assert not any(name.endswith("k_scale") for name in read_files(tmp_path / f"out{number}"))
+    assert read_files(tmp_path / "out0").keys() == plain.keys()
