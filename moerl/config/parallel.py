@@ -12,6 +12,11 @@ class ParallelSection:
     tensor: int = 1
     pipeline: int = 1
     virtual_pipeline: int | None = None
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage, where the stages do not divide the model's (61, 47, 94); those without a
+    number of their own share the rest evenly. None: as one of them."""
+    last_stage_layers: int | None = None
+    """Likewise of the last stage, which also holds the output layer."""
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1

@@ -130,7 +130,8 @@ def layout_of(parallel: ParallelState) -> dict[str, int]:
         "ep": parallel.ep,
         "etp": parallel.etp,
     }
-    return {**{name: axis.size for name, axis in axes.items()}, "virtual_pipeline": parallel.virtual_pipeline or 0}
+    sizes = {name: axis.size for name, axis in axes.items()}
+    return {**sizes, "virtual_pipeline": parallel.virtual_pipeline or 0, **parallel.split.described()}
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from moerl.config.schema import ModelSection, PrecisionSection
+from moerl.config.stages import StageSplit
 from moerl.errors import CheckpointError, ConfigError
 from moerl.mcore.block_spec import block_spec
 from moerl.mcore.guards import refuse_silent_faults, warn_without_grouped_gemm
@@ -119,7 +120,7 @@ def transformer_config(
         )
     _refuse_expert_axes(source, parallel)
     fields["activation_func"] = _activation(fields["activation_func"])
-    fields.update(_recompute(precision.recompute))
+    fields.update(_recompute(precision.recompute), **stage_layers(parallel.split, fields["num_layers"]))
     fields.update(_implementation(source))
     config = _kind(source, fields)(
         **fields,
@@ -166,6 +167,19 @@ def _refuse_expert_axes(source: ModelSource, parallel: ParallelState) -> None:
             f"parallel.expert_tensor is {parallel.etp.size}, but this family's experts have biases, which every rank "
             "would add to its part of a sum; set parallel.expert_tensor=1"
         )
+
+
+def stage_layers(split: StageSplit, layers: int) -> dict[str, int | None]:
+    """Megatron's settings of an uneven pipeline. It divides by the number of stages in the middle; where there are
+    none, the first one's number says all.
+
+    Raises:
+        ConfigError: a model of so many layers cannot be cut so.
+    """
+    if faults := list(split.faults(layers)):
+        raise ConfigError(*faults)
+    last = split.last if split.first is None or split.pipeline > 2 else None
+    return {"num_layers_in_first_pipeline_stage": split.first, "num_layers_in_last_pipeline_stage": last}
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:
