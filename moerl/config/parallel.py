@@ -37,7 +37,7 @@ class PrecisionSection:
     """Number formats of the learner."""
 
     params: str = "fp32"
-    """`fp32` or `bf16` (bf16 keeps fp32 main weights)."""
+    """`fp32` or `bf16` (bf16 keeps fp32 main weights, and routers that are float32 in `model.path` as they are)."""
     head: str = "params"
     """Format of the product that makes logits: `params`, which rounds logits to that format as an engine of it does,
     or `fp32`, with hidden states and output weights as float32 factors (MiniMax-M1, ScaleRL)."""

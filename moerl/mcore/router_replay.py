@@ -78,6 +78,15 @@ class ReplayRouter(TopKRouter):
         self.load: Tensor | None = None
         """[e] rows that each expert got since counting began, where the balancing bias moves (see balancing.py)."""
 
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [s, b, e], float32. A router that is wider than what comes in is not narrowed for it, also not by
+        TransformerEngine's product, which takes factors of one type, and float32 ones as TF32.
+        """
+        if self.weight.dtype == input.dtype or self.weight.dtype != torch.float32:
+            return super().gating(input)
+        bias = None if self.bias is None else self.bias.float()
+        return torch.nn.functional.linear(input.float(), self.weight, bias)
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts for `logits` [s, b, e]."""
         if self.router_replay.is_observing:

@@ -207,3 +207,17 @@ def test_five_layers_over_two_and_three_stages(tmp_path, kind):
         returned = load_file(back / "model.safetensors")
         assert returned.keys() == original.keys()
         assert all(torch.equal(returned[name], tensor) for name, tensor in original.items()), layout
+
+
+def test_the_command_takes_uneven_stages(tmp_path, capsys):
+    from moerl.__main__ import main
+
+    folder, out = save_model(tmp_path / "hf", "softmax", num_hidden_layers=3), tmp_path / "out"
+    capsys.readouterr()
+    assert main(["convert", "import", str(folder), str(out), "--pipeline", "2"]) != 0
+    told = "--pipeline is 2, but must divide the model's 3 layers; set --last-stage-layers=1, which leaves 2 over 1"
+    assert told in capsys.readouterr().err
+    assert main(["convert", "import", str(folder), str(out), "--pipeline", "2", "--first-stage-layers", "1"]) == 0
+    assert stages_of(Layout(pipeline=2, first_stage_layers=1), rules_of(folder)) == [{0}, {1, 2}]
+    assert main(["convert", "inspect", str(out)]) == 0
+    assert "cut by pp 2, first_stage_layers 1" in " ".join(capsys.readouterr().out.split())
