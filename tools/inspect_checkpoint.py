@@ -21,7 +21,7 @@ from rich.table import Table
 
 from moerl.convert.inspection import kind_of
 from moerl.convert.places import STEP_NAME, newest_step
-from moerl.convert.show import console, count_table
+from moerl.convert.show import console, count_table, told_axes
 from moerl.errors import CheckpointError, MoerlError
 from moerl.manifest import MANIFEST, check_file, read_manifest
 from moerl.shards import ShardReader, has_shards
@@ -119,7 +119,7 @@ def show(found: Mapping[str, Any], console: Console, *, every_name: bool) -> Non
     configuration = found["config_id"][:16] or "unknown"
     console.print(f"model {found['model_id'][:16]}, configuration {configuration}", highlight=False)
     for model, part in found["models"].items():
-        axes = ", ".join(f"{axis} {size}" for axis, size in part["layout"].items() if size > 1)
+        axes = told_axes(part["layout"])
         console.print(
             f"\n[bold]{model}[/bold]: {part['parameters']:,} parameters, written by {_ranks(part['ranks'])} "
             f"({axes or 'no axis above 1'}), {part['optimizer_updates']} optimizer updates, {part['counters']}",

@@ -40,6 +40,7 @@ conversion that was killed goes on where it was when the same command is started
 DTYPES = ("keep", "bf16", "fp16", "fp32")
 EXPORT_DTYPES = (*DTYPES, "fp8-block", "fp8-tensor")
 AXES = ("tensor", "pipeline", "virtual-pipeline", "expert", "expert-tensor")
+UNEVEN = ("first-stage-layers", "last-stage-layers")
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -55,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         come.add_argument(
             f"--{axis}", type=int, default=1, metavar="N", help=f"cut for parallel.{axis.replace('-', '_')}=N"
         )
+    for end in UNEVEN:
+        come.add_argument(f"--{end}", type=int, metavar="N", help=f"cut for parallel.{end.replace('-', '_')}=N")
     _add_writing(come, DTYPES, "2GB", "largest file of the checkpoint (default %(default)s)")
     go = actions.add_parser("export", help="checkpoint of a run, or sharded checkpoint -> Hugging Face folder")
     go.add_argument(
@@ -217,7 +220,7 @@ def _convert(args: argparse.Namespace) -> int:
     place = _find(args.source, args, args.settings)
     with ByteProgress(f"{args.action} {args.out}", is_silent=bool(world.rank)) as show:
         if args.action == "import":
-            sizes = {axis.replace("-", "_"): getattr(args, axis.replace("-", "_")) for axis in AXES}
+            sizes = {axis.replace("-", "_"): getattr(args, axis.replace("-", "_")) for axis in (*AXES, *UNEVEN)}
             built = import_checkpoint(place, args.out, Layout(**sizes), _options(args), world=world, show=show)
         elif args.dtype == FP8_TENSOR:
             built = export_fp8_tensors(place, args.out, _options(args), _texts(place, args), show=show)

@@ -67,6 +67,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "parallel.tensor": _AT_LEAST_ONE,
     "parallel.pipeline": _AT_LEAST_ONE,
     "parallel.virtual_pipeline": _AT_LEAST_ONE,
+    "parallel.first_stage_layers": _AT_LEAST_ONE,
+    "parallel.last_stage_layers": _AT_LEAST_ONE,
     "parallel.context": _AT_LEAST_ONE,
     "parallel.expert": _AT_LEAST_ONE,
     "parallel.expert_tensor": _AT_LEAST_ONE,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.schema import ParallelSection, RunConfig
+from moerl.config.stages import StageSplit
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Names of the number of experts in config.json."""
@@ -56,19 +57,23 @@ def _started(world_size: int, product: int) -> str:
 def _model(axes: ParallelSection, hf: Mapping[str, Any]) -> Iterator[str]:
     """What the sizes of config.json allow; one that it does not name is left to the model family."""
     experts = next((hf[name] for name in _EXPERTS if isinstance(hf.get(name), int)), None)
-    stages = axes.pipeline * (axes.virtual_pipeline or 1)
-    cuts = "parallel.pipeline is"
-    if axes.virtual_pipeline:
-        cuts = f"parallel.pipeline x parallel.virtual_pipeline = {axes.pipeline} x {axes.virtual_pipeline} ="
     limits = (
         ("parallel.expert is", axes.expert, "experts", experts),
         ("parallel.tensor is", axes.tensor, "attention heads", hf.get("num_attention_heads")),
         ("parallel.expert_tensor is", axes.expert_tensor, "rows of an expert", hf.get("moe_intermediate_size")),
-        (cuts, stages, "layers", hf.get("num_hidden_layers")),
     )
     for name, size, what, number in limits:
         if isinstance(number, int) and number % size:
             yield f"{name} {size}, but must divide the model's {number} {what}"
+    layers = hf.get("num_hidden_layers")
+    if isinstance(layers, int):
+        split = StageSplit(
+            pipeline=axes.pipeline,
+            virtual=axes.virtual_pipeline or 1,
+            first=axes.first_stage_layers,
+            last=axes.last_stage_layers,
+        )
+        yield from split.faults(layers)
     groups = hf.get("num_key_value_heads")
     if isinstance(groups, int) and groups % axes.tensor and axes.tensor % groups:
         yield (

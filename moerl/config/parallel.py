@@ -12,6 +12,11 @@ class ParallelSection:
     tensor: int = 1
     pipeline: int = 1
     virtual_pipeline: int | None = None
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage, where the stages do not divide the model's (61, 47, 94); those without a
+    number of their own share the rest evenly. None: as one of them."""
+    last_stage_layers: int | None = None
+    """Likewise of the last stage, which also holds the output layer."""
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
@@ -32,8 +37,8 @@ class PrecisionSection:
     """Number formats of the learner."""
 
     params: str = "fp32"
-    """`fp32` or `bf16` (bf16 keeps fp32 main weights). TransformerEngine's layers, where it is installed, train bf16
-    alone; fp32 is exact everywhere, and slow on a GPU."""
+    """`fp32` or `bf16` (bf16 keeps fp32 main weights, and routers that are float32 in `model.path` as they are).
+    TransformerEngine's layers, where it is installed, train bf16 alone; fp32 is exact everywhere, and slow on a GPU."""
     head: str = "params"
     """Format of the product that makes logits: `params`, which rounds logits to that format as an engine of it does,
     or `fp32`, with hidden states and output weights as float32 factors (MiniMax-M1, ScaleRL)."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from moerl.config.stages import StageSplit, as_option
 from moerl.errors import ConfigError
 from moerl.models.rules import Rule
 from moerl.models.sharded import Piece, ShardedNames
@@ -23,11 +24,13 @@ class Layout:
     virtual_pipeline: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
     def __post_init__(self) -> None:
         for name, size in asdict(self).items():
-            if size < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {size}; it must be at least 1")
+            if size is not None and size < 1:
+                raise ConfigError(f"{as_option(name)} is {size}; it must be at least 1")
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ConfigError("--virtual-pipeline cuts the stages of a pipeline, and --pipeline is 1; leave it out")
 
@@ -46,7 +49,17 @@ class Layout:
         data = self.stage_ranks // self.tensor
         axes = {"dp": data, "tp": self.tensor, "pp": self.pipeline, "cp": 1, "ep": self.expert}
         virtual = self.virtual_pipeline if self.virtual_pipeline > 1 else 0
-        return {**axes, "etp": self.expert_tensor, "virtual_pipeline": virtual}
+        return {**axes, "etp": self.expert_tensor, "virtual_pipeline": virtual, **self.split.described()}
+
+    @property
+    def split(self) -> StageSplit:
+        """Which layers lie on which stage."""
+        return StageSplit(
+            pipeline=self.pipeline,
+            virtual=self.virtual_pipeline,
+            first=self.first_stage_layers,
+            last=self.last_stage_layers,
+        )
 
 
 def pieces_by_rank(rules: Sequence[Rule], layout: Layout) -> Iterator[list[Piece]]:
@@ -81,17 +94,13 @@ def pieces_by_rank(rules: Sequence[Rule], layout: Layout) -> Iterator[list[Piece
 def _stage_of(rule: Rule, layout: Layout, layers: int) -> int:
     if rule.layer is None:
         return 0 if rule.megatron_name.startswith("embedding.") else layout.pipeline - 1
-    per_chunk = layers // (layout.pipeline * layout.virtual_pipeline)
-    return rule.layer // per_chunk % layout.pipeline
+    return layout.split.stage_of(rule.layer, layers)
 
 
 def _check(layout: Layout, layers: int, experts: int) -> None:
-    stages = layout.pipeline * layout.virtual_pipeline
-    if layers % stages:
-        raise ConfigError(
-            f"--pipeline x --virtual-pipeline = {layout.pipeline} x {layout.virtual_pipeline} = {stages} must divide "
-            f"the model's {layers} layers"
-        )
+    faults = list(layout.split.faults(layers, as_option))
+    if faults:
+        raise ConfigError(*faults)
     if not experts and layout.expert * layout.expert_tensor > 1:
         raise ConfigError(
             f"--expert is {layout.expert} and --expert-tensor {layout.expert_tensor}, but the model has no experts; "

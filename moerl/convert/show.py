@@ -132,9 +132,14 @@ def show_model(found: Mapping[str, Any], out: Console, *, every_name: bool) -> N
 def _form(found: Mapping[str, Any]) -> str:
     if "layout" not in found:
         return "a Hugging Face folder"
-    axes = ", ".join(f"{axis} {size}" for axis, size in found["layout"].items() if size > 1 and axis != "dp")
+    axes = told_axes({axis: size for axis, size in found["layout"].items() if axis != "dp"})
     kind = "a checkpoint of a run" if found["form"] == "run" else "a sharded checkpoint"
     return f"{kind}, cut by {axes or 'no axis'}"
+
+
+def told_axes(layout: Mapping[str, int]) -> str:
+    """What a layout cuts, by the names in its checkpoint; also a stage of one layer, which is no axis."""
+    return ", ".join(f"{name} {n}" for name, n in layout.items() if n > 1 or name.endswith("_stage_layers"))
 
 
 def count_table(titles: tuple[str, str], rows: Mapping[str, int]) -> Table:

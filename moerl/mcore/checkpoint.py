@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moerl.errors import CheckpointError, NumericsError
 from moerl.mcore.optim import Optimizer
-from moerl.mcore.optimizer_state import ParameterState, finish, num_updates, parameter_states, prepare
+from moerl.mcore.optimizer_state import MAIN, ParameterState, finish, num_updates, parameter_states, prepare
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.rng import rng_state, seed_from, set_rng_state
 from moerl.mcore.sharding import Placement, placements
@@ -130,7 +130,8 @@ def layout_of(parallel: ParallelState) -> dict[str, int]:
         "ep": parallel.ep,
         "etp": parallel.etp,
     }
-    return {**{name: axis.size for name, axis in axes.items()}, "virtual_pipeline": parallel.virtual_pipeline or 0}
+    sizes = {name: axis.size for name, axis in axes.items()}
+    return {**sizes, "virtual_pipeline": parallel.virtual_pipeline or 0, **parallel.split.described()}
 
 
 @contextmanager
@@ -197,8 +198,8 @@ def _ghosts(inner: Any, places: Mapping[int, Placement], moments: Sequence[str])
 
 
 def _moments(reader: ShardReader) -> list[str]:
-    """Names of the moments that the checkpoint has."""
-    return sorted({name.split("/")[1] for name in reader.entries if name.startswith(f"{OPTIMIZER}/")})
+    """Names of the moments that the checkpoint has; main weights are none, and only narrow parameters have them."""
+    return sorted({name.split("/")[1] for name in reader.entries if name.startswith(f"{OPTIMIZER}/")} - {MAIN})
 
 
 def _fill(reader: ShardReader, targets: Sequence[_Target]) -> None:

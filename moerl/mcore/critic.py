@@ -125,7 +125,8 @@ class MegatronCritic:
         layout = initialize_parallel(parallel, seed)
         config = transformer_config(source, section=model, precision=precision, parallel=layout)
         chunks = build_chunks(source, config, layout, ValueModel)
-        weights = WeightMap(source, chunks, layout, has_head=False)
+        is_stored = model.init == "weights"
+        weights = WeightMap(source, chunks, layout, has_head=False, routers_as_stored=is_stored)
         head = {
             f"{HEAD}.{name}": tensor
             for chunk in chunks

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from moerl.config.schema import ModelSection, PrecisionSection
+from moerl.config.stages import StageSplit
 from moerl.errors import CheckpointError, ConfigError
 from moerl.mcore.block_spec import block_spec
 from moerl.mcore.gpu import has_transformer_engine, uses_transformer_engine
@@ -121,7 +122,8 @@ def transformer_config(
     _refuse_expert_axes(source, parallel)
     fields["activation_func"] = _activation(fields["activation_func"])
     use_te = uses_transformer_engine(dtype)
-    fields.update(_recompute(precision.recompute) | _implementation(source, fused=use_te))
+    fields.update(_recompute(precision.recompute), **stage_layers(parallel.split, fields["num_layers"]))
+    fields.update(_implementation(source, fused=use_te))
     config = _kind(source, fields)(
         **fields,
         params_dtype=dtype,
@@ -167,6 +169,19 @@ def _refuse_expert_axes(source: ModelSource, parallel: ParallelState) -> None:
             f"parallel.expert_tensor is {parallel.etp.size}, but this family's experts have biases, which every rank "
             "would add to its part of a sum; set parallel.expert_tensor=1"
         )
+
+
+def stage_layers(split: StageSplit, layers: int) -> dict[str, int | None]:
+    """Megatron's settings of an uneven pipeline. It divides by the number of stages in the middle; where there are
+    none, the first one's number says all.
+
+    Raises:
+        ConfigError: a model of so many layers cannot be cut so.
+    """
+    if faults := list(split.faults(layers)):
+        raise ConfigError(*faults)
+    last = split.last if split.first is None or split.pipeline > 2 else None
+    return {"num_layers_in_first_pipeline_stage": split.first, "num_layers_in_last_pipeline_stage": last}
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:

@@ -92,9 +92,10 @@ def _owned(member: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
     """(model parameter, what torch's optimizer moves, where in the flattened parameter that begins)."""
     groups = member.optimizer.param_groups
     if isinstance(member, DistributedOptimizer):
-        for parameter, (group, position) in member.model_param_group_index_map.items():
-            start = member._get_model_param_range_map(parameter)["param"].start
-            yield parameter, groups[group]["params"][position], start
+        # Not by `model_param_group_index_map`: with parameters of two types its order is not that of the groups.
+        for group, wide, narrow in zip(groups, member.model_fp32_groups, member.model_float16_groups, strict=True):
+            for parameter, main in zip([*wide, *narrow], group["params"], strict=True):
+                yield parameter, main, member._get_model_param_range_map(parameter)["param"].start
     elif isinstance(member, Float16OptimizerWithFloat16Params):
         for models, mains in zip(member.float16_groups, member.fp32_from_float16_groups, strict=True):
             yield from ((model, main, None) for model, main in zip(models, mains, strict=True))

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from torch._C._distributed_c10d import HashStore
 
 from moerl.config.schema import ParallelSection
+from moerl.config.stages import StageSplit
 from moerl.errors import ConfigError
 from moerl.mcore.gpu import keep_float32_exact, keep_groups_apart, own_device, queue_in_order
 from moerl.mcore.rows import RowCut
@@ -62,6 +63,14 @@ class ParallelState:
     """How tokens reach their experts, in megatron's words."""
     overlaps_grad_reduce: bool = False
     """Whether gradients are reduced while the backward still runs."""
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+    @property
+    def split(self) -> StageSplit:
+        """Which layers lie on which stage."""
+        ends = {"first": self.first_stage_layers, "last": self.last_stage_layers}
+        return StageSplit(pipeline=self.pp.size, virtual=self.virtual_pipeline or 1, **ends)
 
     @property
     def is_sequence_parallel(self) -> bool:
@@ -249,6 +258,8 @@ def _describe(section: ParallelSection, world: int) -> ParallelState:
         rank=dist.get_rank(),
         dispatcher=section.dispatcher,
         overlaps_grad_reduce=section.overlap_grad_reduce,
+        first_stage_layers=section.first_stage_layers,
+        last_stage_layers=section.last_stage_layers,
     )
 
 

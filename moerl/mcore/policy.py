@@ -103,7 +103,7 @@ class MegatronPolicy:
         layout = initialize_parallel(parallel, seed)
         config = transformer_config(source, section=model, precision=precision, parallel=layout)
         chunks = build_chunks(source, config, layout, head=precision.head)
-        weights = WeightMap(source, chunks, layout)
+        weights = WeightMap(source, chunks, layout, routers_as_stored=model.init == "weights")
         frozen = {}
         if teacher is not None:
             weights.load_hf(read_same_shape(model, source, teacher, field="algorithm.teacher.path"))

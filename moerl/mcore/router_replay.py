@@ -83,12 +83,14 @@ class ReplayRouter(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
         """Logits [s, b, e] float32 of `input` [s, b, h].
 
-        Of float32 factors torch makes the product: megatron's is TransformerEngine's wherever that is installed, which
-        rounds them to TF32, so that routes would differ from an exact engine's.
+        Of a float32 weight torch makes the product: megatron's is TransformerEngine's wherever that is installed, which
+        rounds such factors to TF32, so that routes would differ from an exact engine's. It also takes factors of one
+        type alone, and a router that is wider than what comes in is not narrowed for it.
         """
-        if input.dtype is torch.float32 and self.weight.dtype is torch.float32:
-            return F.linear(input, self.weight, self.bias)
-        return super().gating(input)
+        if self.weight.dtype is not torch.float32:
+            return super().gating(input)
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(input.float(), self.weight, bias)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts for `logits` [s, b, e]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from moerl.models.hf_folder import checked_source
 from moerl.models.rules import Rule, match_parameters, shift_indices, shorten
 from moerl.models.sharded import open_weights
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_INIT_STD = 0.02
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 BACKBONE = ("embedding.", "decoder.")
@@ -39,9 +42,18 @@ class WeightMap:
     """Which rule each local parameter follows."""
 
     def __init__(
-        self, source: ModelSource, chunks: Sequence[torch.nn.Module], parallel: ParallelState, *, has_head: bool = True
+        self,
+        source: ModelSource,
+        chunks: Sequence[torch.nn.Module],
+        parallel: ParallelState,
+        *,
+        has_head: bool = True,
+        routers_as_stored: bool = False,
     ) -> None:
         """Match every parameter (and balancing bias) of `chunks` with a rule.
+
+        With `routers_as_stored` the routers become float32 where the folder of `source` has them so: rounding them
+        changes which experts a token goes to. Only before DDP is around `chunks`, whose hooks know the old type.
 
         Without `has_head` only those of the embedding and the decoder: what predicts tokens is not part of `chunks`,
         and what they have in its place is not of the family.
@@ -72,24 +84,39 @@ class WeightMap:
                 self.local[shift_indices(local_name(name), layers=offset, experts=experts)] = tensor
         is_complete = parallel.pp.size == parallel.ep.size == 1
         match_parameters(self.rules, self.local, is_complete=is_complete)
-        self._holders = self._find_holders()
+        if routers_as_stored:
+            self._widen_routers()
+        self._holders, self._dtypes = self._find_holders()
 
-    def _find_holders(self) -> dict[str, list[int]]:
-        """Global name -> the ranks that hold a part of it."""
-        mine = list(self.local)
-        if self._parallel.world_size == 1:
-            return {name: [0] for name in mine}
+    def _widen_routers(self) -> None:
+        weights = open_weights(self._source.folder, self._source.family, self._source.hf, shards=self._source.shards)
+        names = weights.names()
+        for rule in self.rules:
+            tensor = self.local.get(rule.megatron_name)
+            if tensor is None or not _is_router(rule):
+                continue
+            stored = [weights.dtype(name) for name in rule.hf_names if name in names]  # what lacks is told at loading
+            if any(torch.promote_types(dtype, tensor.dtype) != tensor.dtype for dtype in stored):
+                tensor.data = tensor.data.float()
+
+    def _find_holders(self) -> tuple[dict[str, list[int]], dict[str, torch.dtype]]:
+        """Global name -> the ranks that hold a part of it, and its type."""
+        mine = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self.local.items()}
         holders: dict[str, list[int]] = {}
-        for rank, held in enumerate(gather_json(mine)):
+        words: dict[str, str] = {}
+        for rank, held in enumerate([mine] if self._parallel.world_size == 1 else gather_json(mine)):
+            words |= held
             for name in held:
                 holders.setdefault(name, []).append(rank)
-        return holders
+        return holders, {name: getattr(torch, word) for name, word in words.items()}
 
     def _axis(self, rule: Rule) -> Axis:
         return self._parallel.etp if rule.is_expert else self._parallel.tp
 
     def load_hf(self, source: ModelSource | None = None, *, allowed: Iterable[str] = ()) -> None:
-        """Fill every local parameter, in training dtype, from the folder (of `source`, of the same shape, if given).
+        """Fill every local parameter, in its own type, from the folder (of `source`, of the same shape, if given).
+
+        Routers that are rounded by it are named in a warning.
 
         `allowed`: regular expressions of names that may be left out.
 
@@ -98,7 +125,15 @@ class WeightMap:
         """
         source = self._source if source is None else source
         weights = open_weights(source.folder, source.family, source.hf, shards=source.shards)
-        self._fill(checked_source(weights, source.family, source.hf, allowed))
+        rounded = self._fill(checked_source(weights, source.family, source.hf, allowed))
+        if rounded and self._parallel.dp_cp.rank == self._parallel.tp.rank == 0:  # one rank of every stage
+            logger.warning(
+                "%s: routers are rounded from the type of their files (%s); tokens whose experts nearly tie go "
+                "to others, and what is saved and sent is rounded too. Set precision.params=fp32, or take a model.path "
+                "with float32 routers",
+                source.folder,
+                shorten(rounded),
+            )
 
     def initialize(self, seed: int) -> None:
         """Fresh weights: norms 1, biases 0, everything else normal; the same for every parallel layout."""
@@ -106,7 +141,9 @@ class WeightMap:
         self._fill(_RandomTensors(self.rules, seed, std))
 
     @torch.no_grad()
-    def _fill(self, reader: _Reader) -> None:
+    def _fill(self, reader: _Reader) -> list[str]:
+        """The names of routers that have been rounded."""
+        rounded = []
         for tensor in self.local.values():
             tensor.fill_(float("nan"))
         for rule in self.rules:
@@ -114,13 +151,17 @@ class WeightMap:
             if target is not None:
                 whole = rule.to_megatron({name: reader.get(name) for name in rule.hf_names})
                 axis = self._axis(rule)
-                target.copy_(rule.shard(whole, axis.rank, axis.size))
+                part = rule.shard(whole, axis.rank, axis.size)
+                target.copy_(part)
+                if _is_router(rule) and not torch.equal(part, target.to(part.device, part.dtype)):
+                    rounded += rule.hf_names
         broken = [name for name, tensor in self.local.items() if not bool(torch.isfinite(tensor).all())]
         if broken:
             raise CheckpointError(
                 f"{self._source.folder}: parameters unfilled or not finite after loading: {shorten(broken)}; "
                 "the weights are damaged"
             )
+        return rounded
 
     def parameters(self) -> dict[str, Tensor]:
         """`local` without buffers: what an optimizer may move."""
@@ -148,12 +189,11 @@ class WeightMap:
 
     def _export(self, tensors: Mapping[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
         local = self.local if tensors is None else tensors
-        plain = next(iter(self.parameters().values())).dtype if tensors is None else torch.float32
         for rule in self.rules:
             if rule.is_buffer and tensors is not None:
                 continue
             part = local.get(rule.megatron_name)
-            dtype = torch.float32 if rule.is_buffer else plain
+            dtype = self._dtypes[rule.megatron_name] if tensors is None else torch.float32
             whole = self._gather(rule, None if part is None else part.detach(), dtype)
             if whole is not None:
                 yield from rule.to_hf(whole).items()
@@ -217,6 +257,11 @@ class _RandomTensors:
             return torch.ones(shape) if _is_norm(name) else torch.zeros(shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}/{name}".encode()))
         return torch.randn(shape, generator=generator) * self._std
+
+
+def _is_router(rule: Rule) -> bool:
+    """Of parameters; the balancing bias is a buffer, and float32 everywhere."""
+    return ".router." in rule.megatron_name and not rule.is_buffer
 
 
 def _is_norm(name: str) -> bool:

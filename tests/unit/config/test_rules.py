@@ -227,9 +227,23 @@ def test_axes_that_do_not_cut_the_model_evenly_are_refused_with_its_sizes(base, 
     assert fault.startswith("parallel.tensor is 3, but must divide the model's 2 key-value heads, or be a multiple of")
     assert of("parallel.tensor=6") == []
     (fault,) = of("parallel.pipeline=4")
-    assert fault == "parallel.pipeline is 4, but must divide the model's 6 layers"
+    assert fault == (
+        "parallel.pipeline is 4, but must divide the model's 6 layers; set parallel.last_stage_layers=3, which leaves "
+        "3 over 3: 1 each"
+    )
     (fault,) = of("parallel.pipeline=2", "parallel.virtual_pipeline=2")
-    assert fault == "parallel.pipeline x parallel.virtual_pipeline = 2 x 2 = 4, but must divide the model's 6 layers"
+    assert fault.startswith(
+        "parallel.pipeline x parallel.virtual_pipeline = 2 x 2 = 4, but must divide the model's 6 layers; set "
+    )
+    assert of("parallel.pipeline=4", "parallel.last_stage_layers=3") == []
+    (fault,) = of("parallel.pipeline=4", "parallel.first_stage_layers=2")
+    assert fault == (
+        "6 layers over 4 stages: 6 - 2 in the first leave 4 over 3 stages, which 3 does not divide; set "
+        "parallel.first_stage_layers=3, which leaves 3 over 3: 1 each"
+    )
+    (fault,) = of("parallel.pipeline=1", "parallel.first_stage_layers=2")
+    assert fault.startswith("parallel.first_stage_layers is 2 with parallel.pipeline=1")
+    assert "parallel.last_stage_layers is 0" in of("parallel.pipeline=2", "parallel.last_stage_layers=0")[0]
 
 
 def test_a_step_too_small_for_its_ranks_is_refused(base):

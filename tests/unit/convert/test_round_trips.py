@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,15 @@ def test_inspection_counts_what_transformers_counts(folder):
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({"pipeline": 3}, "--pipeline x --virtual-pipeline = 3 x 1 = 3 must divide the model's 4 layers"),
+        (
+            {"pipeline": 3},
+            "--pipeline is 3, but must divide the model's 4 layers; set --last-stage-layers=2, which lea",
+        ),
+        (
+            {"pipeline": 2, "first_stage_layers": 4},
+            "4 layers over 2 stages: 4 - 4 in the first leave 0 over 1 stage, b",
+        ),
+        ({"last_stage_layers": 2}, "--last-stage-layers is 2 with --pipeline=1"),
         ({"expert": 5}, "--expert is 5, but must divide the model's 8 experts"),
         ({"tensor": 4}, "4 tensor-parallel ranks cannot share"),
         ({"expert_tensor": 5}, "5 tensor-parallel ranks cannot share"),
@@ -150,8 +159,65 @@ def test_experts_that_are_not_there_are_not_shared_out(tmp_path, sizes):
 
 @pytest.mark.parametrize(
     ("sizes", "told"),
-    [({"tensor": 0}, "--tensor is 0"), ({"virtual_pipeline": 2}, "--virtual-pipeline cuts the stages of a pipeline")],
+    [
+        ({"tensor": 0}, "--tensor is 0"),
+        ({"first_stage_layers": 0}, "--first-stage-layers is 0"),
+        ({"virtual_pipeline": 2}, "--virtual-pipeline cuts the stages of a pipeline"),
+    ],
 )
 def test_sizes_that_mean_nothing_are_refused(sizes, told):
     with pytest.raises(ConfigError, match=told):
         Layout(**sizes)
+
+
+UNEVEN = (
+    [Layout(pipeline=2, first_stage_layers=first) for first in (1, 2, 3, 4)]
+    + [Layout(pipeline=3, last_stage_layers=last) for last in (1, 3)]
+    + [Layout(pipeline=3, tensor=2, expert=2, first_stage_layers=1, last_stage_layers=3)]
+)
+
+
+def stages_of(layout: Layout, rules) -> list[set[int]]:
+    """The layers of each stage, and where what is not a layer lies, checked beside."""
+    held: list[set[int]] = [set() for _ in range(layout.pipeline)]
+    for rank, pieces in enumerate(pieces_by_rank(rules, layout)):
+        stage = rank // layout.stage_ranks
+        for piece in pieces:
+            if found := re.search(r"layers\.(\d+)\.", piece.key):
+                held[stage].add(int(found[1]))
+            else:
+                assert stage == (0 if "embedding." in piece.key else layout.pipeline - 1), piece.key
+    return held
+
+
+@pytest.mark.parametrize("kind", ["dense_first", "latent"])
+def test_five_layers_over_two_and_three_stages(tmp_path, kind):
+    folder = save_model(tmp_path / "hf", kind, num_hidden_layers=5)
+    original, rules = load_file(folder / "model.safetensors"), rules_of(folder)
+    for number, layout in enumerate(UNEVEN):
+        sizes = [len(layers) for layers in stages_of(layout, rules)]
+        assert sizes == layout.split.counts(5)
+        assert sorted(set().union(*stages_of(layout, rules))) == list(range(5))
+        shards, back = tmp_path / f"shards{number}", tmp_path / f"back{number}"
+        import_checkpoint(find(folder), shards, layout, Options())
+        told = inspect_model(find(shards))["layout"]
+        assert told.get("first_stage_layers") == layout.first_stage_layers
+        assert told.get("last_stage_layers") == layout.last_stage_layers
+        export_checkpoint(find(shards), back, Options())
+        returned = load_file(back / "model.safetensors")
+        assert returned.keys() == original.keys()
+        assert all(torch.equal(returned[name], tensor) for name, tensor in original.items()), layout
+
+
+def test_the_command_takes_uneven_stages(tmp_path, capsys):
+    from moerl.__main__ import main
+
+    folder, out = save_model(tmp_path / "hf", "softmax", num_hidden_layers=3), tmp_path / "out"
+    capsys.readouterr()
+    assert main(["convert", "import", str(folder), str(out), "--pipeline", "2"]) != 0
+    told = "--pipeline is 2, but must divide the model's 3 layers; set --last-stage-layers=1, which leaves 2 over 1"
+    assert told in capsys.readouterr().err
+    assert main(["convert", "import", str(folder), str(out), "--pipeline", "2", "--first-stage-layers", "1"]) == 0
+    assert stages_of(Layout(pipeline=2, first_stage_layers=1), rules_of(folder)) == [{0}, {1, 2}]
+    assert main(["convert", "inspect", str(out)]) == 0
+    assert "cut by pp 2, first_stage_layers 1" in " ".join(capsys.readouterr().out.split())
