@@ -121,9 +121,8 @@ def transformer_config(
         )
     _refuse_expert_axes(source, parallel)
     fields["activation_func"] = _activation(fields["activation_func"])
-    use_te = uses_transformer_engine(dtype)
     fields.update(_recompute(precision.recompute), **stage_layers(parallel.split, fields["num_layers"]))
-    fields.update(_implementation(source, fused=use_te))
+    fields.update(_implementation(source, fused=(use_te := uses_transformer_engine(dtype))))
     config = _kind(source, fields)(
         **fields,
         params_dtype=dtype,
