@@ -1,12 +1,14 @@
 """Runs the checks and the test groups one after the other: `.venv/bin/python tools/run_tests.py [GROUP ...]`.
 
-Prints each group's output as it comes, then a table of seconds and counts, every skip with its reason, and a last line
+Beside the checks, which keep one core busy, the environment of the SGLang servers is made. Prints each group's output
+as it comes, then a table of seconds and counts, every skip with its reason, and a last line
 `N passed, N failed, N skipped`. The exit status is 0 only if nothing failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -15,8 +17,10 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from setup import has_gpu
 
@@ -80,10 +84,18 @@ MAX_WORKERS = {"unit": 8, "contracts": 8, "distributed": 2, "e2e": 2}
 processes each, which wait for one another half of the time; those of `e2e` train in one process and score in others."""
 
 
-def run(command: list[str]) -> tuple[int, float]:
+RUNNING: set[subprocess.Popen[bytes]] = set()
+"""What has been started and has not ended."""
+
+
+def run(command: list[str], output: IO[bytes] | None = None) -> tuple[int, float]:
     """Exit status and seconds; a command over the limit is ended with all that it started."""
     start = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True)
+    errors = None if output is None else subprocess.STDOUT
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), start_new_session=True, stdout=output, stderr=errors
+    )
+    RUNNING.add(process)
     try:
         status = process.wait(timeout=GROUP_LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -91,16 +103,29 @@ def run(command: list[str]) -> tuple[int, float]:
         os.killpg(process.pid, signal.SIGKILL)
         status = process.wait() or 1
     finally:
-        if process.poll() is None:  # interrupted
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
+        end(process)
     return status, time.monotonic() - start
 
 
-def run_check(name: str, command: list[str]) -> Result:
-    """One linter counts as one test."""
-    print(f"\n== {name}", flush=True)
-    status, seconds = run(command)
+def end(process: subprocess.Popen[bytes]) -> None:
+    """With all that it started, if it still runs: this program was interrupted."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+    RUNNING.discard(process)
+
+
+def run_check(name: str, command: list[str], *, is_beside: bool = False) -> Result:
+    """One linter counts as one test. What one that runs beside others prints comes as a whole at its end."""
+    if not is_beside:
+        print(f"\n== {name}", flush=True)
+        status, seconds = run(command)
+    else:
+        with tempfile.TemporaryFile() as output:
+            status, seconds = run(command, output)
+            output.seek(0)
+            print(f"\n== {name}\n{output.read().decode(errors='replace').rstrip()}", flush=True)
     return Result(name, seconds, passed=int(status == 0), failed=int(status != 0))
 
 
@@ -146,7 +171,7 @@ def prepare_servers() -> Result | None:
     python = shutil.which(os.environ.get("SGLANG_PYTHON") or SERVERS_PYTHON)
     if os.environ.get("MOERL_SGLANG_PYTHON") or python is None or has_gpu():
         return None
-    return run_check("sglang's environment", [python, str(ROOT / "tools" / "setup_sglang.py")])
+    return run_check("sglang's environment", [python, str(ROOT / "tools" / "setup_sglang.py")], is_beside=True)
 
 
 def read_report(name: str, path: Path) -> Result:
@@ -177,13 +202,13 @@ def has_tests(folders: list[str]) -> list[str]:
     return [folder for folder in folders if any((ROOT / folder).rglob("test_*.py"))]
 
 
-def print_table(results: list[Result]) -> int:
-    """The summary; returns the number of failures."""
+def print_table(results: list[Result], seconds: float) -> int:
+    """The summary, and `seconds` from start to end; returns the number of failures."""
     print(f"\n{'group':<20}{'seconds':>9}{'passed':>9}{'failed':>9}{'skipped':>9}")
     for result in results:
         counts = f"{result.passed:>9}{result.failed:>9}{len(result.skips):>9}"
         print(f"{result.name:<20}{result.seconds:>9.1f}{counts}")
-    print(f"{'total':<20}{sum(result.seconds for result in results):>9.1f}")
+    print(f"{'from start to end':<20}{seconds:>9.1f}")
     skips = [skip for result in results for skip in result.skips]
     if skips:
         print("\nskipped:")
@@ -192,6 +217,24 @@ def print_table(results: list[Result]) -> int:
     failed = sum(result.failed for result in results)
     print(f"\n{sum(result.passed for result in results)} passed, {failed} failed, {len(skips)} skipped", flush=True)
     return failed
+
+
+def run_all(wanted: list[str], extra: list[str]) -> list[Result]:
+    """The checks and groups of these names, in their order; `extra` arguments of pytest."""
+    results: list[Result] = []
+    present = {name: found for name, folders in GROUPS.items() if name in wanted and (found := has_tests(folders))}
+    beside = ThreadPoolExecutor(1)
+    servers = beside.submit(prepare_servers) if "sglang" in present else None
+    if "lint" in wanted:
+        results += [run_check(name, command) for name, command in CHECKS.items()]
+    if "unit" in present:
+        results.append(run_coverage())
+    for name, folders in present.items():
+        if name == "sglang" and servers is not None and (prepared := servers.result()):
+            results.append(prepared)
+        results.append(run_group(name, folders, extra))
+    beside.shutdown()
+    return results
 
 
 def main() -> int:
@@ -203,16 +246,13 @@ def main() -> int:
     unknown = set(options.groups) - {"lint", *GROUPS}
     if unknown:
         parser.error(f"no group {', '.join(sorted(unknown))}; there are lint, {', '.join(GROUPS)}")
-    wanted = options.groups or ["lint", *GROUPS]
-    results = [run_check(name, command) for name, command in CHECKS.items()] if "lint" in wanted else []
-    for name, folders in GROUPS.items():
-        if name in wanted and (present := has_tests(folders)):
-            if name == "sglang" and (prepared := prepare_servers()):
-                results.append(prepared)
-            results.append(run_group(name, present, ["-m", ""] if options.slow else []))
-            if name == "unit":
-                results.append(run_coverage())
-    return int(print_table(results) > 0)
+    start = time.monotonic()
+    try:
+        results = run_all(options.groups or ["lint", *GROUPS], ["-m", ""] if options.slow else [])
+    finally:
+        for process in list(RUNNING):
+            end(process)
+    return int(print_table(results, time.monotonic() - start) > 0)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from moerl.errors import MoerlError, WeightSyncError
 
@@ -83,6 +86,32 @@ class ServerLostError(WeightSyncError):
     """A server that did not answer at all."""
 
     is_suspect = True
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can connect to it."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def is_here(address: str) -> bool:
+    """Whether it is an address of this machine, or a URL with one: something could listen there.
+
+    A name that nobody knows counts as here; whoever connects to it says what is wrong.
+    """
+    host = urlsplit(address).hostname if "//" in address else address
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return True
+    with socket.socket(family, kind, protocol) as tried:
+        try:
+            tried.bind(place)
+        except OSError:
+            return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -306,6 +306,7 @@ class SglangEngine:
             self._first_version,
             needs_routes=self._wants_routes,
             needs_memory_saver=cfg.release_memory,
+            is_sent_live=not self._sender.is_staged,
             longest_tokens=model.longest_tokens,
         )
         contexts = [info.context_length for info in infos if info.context_length is not None]

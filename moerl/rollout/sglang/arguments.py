@@ -13,6 +13,7 @@ from typing import Any
 
 from moerl.config.choices import Bounds, choice_fault
 from moerl.errors import ConfigError
+from moerl.rollout.sglang.route_support import route_faults
 
 WHERE = "rollout.engine.servers"
 """Where the configuration stands in a run's."""
@@ -187,6 +188,8 @@ def faults(config: SglangServerConfig, *, has_cuda: bool, returns_routes: bool) 
     if min(config.tensor, config.expert, config.attention_data) >= 1:
         yield from _axis_faults(config)
     yield from _combination_faults(config, returns_routes)
+    if returns_routes:
+        yield from route_faults(config, WHERE)
     yield from _extra_faults(config.extra_args, returns_routes)
     device = device_of(config, has_cuda=has_cuda)
     if device == "cpu":
@@ -229,11 +232,6 @@ def _combination_faults(config: SglangServerConfig, returns_routes: bool) -> Ite
         yield f"{WHERE}.redundant_experts is {config.redundant_experts}, but must be 0 where eplb is False"
     if config.weights_cpu_backup and not config.memory_saver:
         yield f"{WHERE}.weights_cpu_backup is True, but nothing is released without {WHERE}.memory_saver"
-    if config.hierarchical_cache and returns_routes:
-        yield (
-            f"{WHERE}.hierarchical_cache is True, but must be False where routes are replayed (R3): those of a prefix "
-            "that comes back from the host tier are stale"
-        )
     if config.hierarchical_cache and not config.radix_cache:
         yield f"{WHERE}.hierarchical_cache is True, but needs {WHERE}.radix_cache"
     exact = config.deterministic or config.on_policy_target != "none"

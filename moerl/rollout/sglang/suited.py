@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moerl.errors import RolloutError
+from moerl.rollout.sglang.route_support import num_stages, refuse_without_routes
 
 if TYPE_CHECKING:
     from moerl.rollout.sglang.client import ServerInfo, SglangClient
@@ -23,6 +24,7 @@ async def look_at_servers(
     *,
     needs_routes: bool,
     needs_memory_saver: bool,
+    is_sent_live: bool,
     longest_tokens: int,
 ) -> tuple[dict[str, int], list[ServerInfo]]:
     """Labels of the weights at the start -> their version, and what each server says of itself.
@@ -32,13 +34,13 @@ async def look_at_servers(
     Args:
         clients: of all servers.
         first_version: what their weights count as.
-        needs_routes: see `refuse_unsuited`, as for the other two.
+        needs_routes: see `refuse_unsuited`, as for the other three.
         needs_memory_saver: see there.
+        is_sent_live: see there.
         longest_tokens: see there.
 
     Raises:
-        RolloutError: a server does not answer, has too little room, or was started without the routes or the memory
-            saver that are needed.
+        RolloutError: a server does not answer, or is none for this run: `refuse_unsuited`.
     """
     labels: dict[str, int] = {}
     infos = []
@@ -52,6 +54,7 @@ async def look_at_servers(
             info,
             needs_routes=needs_routes,
             needs_memory_saver=needs_memory_saver,
+            is_sent_live=is_sent_live,
             longest_tokens=longest_tokens,
         )
         if label.isdigit() and int(label) != first_version:
@@ -63,7 +66,7 @@ async def look_at_servers(
 
 
 def refuse_unsuited(
-    url: str, info: ServerInfo, *, needs_routes: bool, needs_memory_saver: bool, longest_tokens: int
+    url: str, info: ServerInfo, *, needs_routes: bool, needs_memory_saver: bool, is_sent_live: bool, longest_tokens: int
 ) -> None:
     """Refuse what would fail later, or bring nothing without a word.
 
@@ -72,15 +75,19 @@ def refuse_unsuited(
         info: what it says of itself.
         needs_routes: the experts of every token are asked for.
         needs_memory_saver: its memory is to be released.
+        is_sent_live: weights come bucket by bucket, each to the ranks of one pipeline stage.
         longest_tokens: of prompt and answer together.
 
     Raises:
-        RolloutError: it has too little room, or was started without the routes or the memory saver.
+        RolloutError: it has too little room, was started without the routes or the memory saver, or in a way with which
+            its routes are not those of its tokens, or with pipeline stages that the weights would not reach.
     """
-    if needs_routes and not info.returns_routes:
+    if needs_routes:
+        refuse_without_routes(url, info)
+    if is_sent_live and num_stages(info) > 1:
         raise RolloutError(
-            f"{url} was started without --enable-return-routed-experts, but routes are needed (R3); "
-            "start it with that flag, or choose another algorithm.routing"
+            f"{url} has --pp-size {num_stages(info)}, but weights reach one pipeline stage alone by this "
+            "weight_sync.transport; start it with --pp-size 1, or set weight_sync.transport=disk"
         )
     if needs_memory_saver and info.values.get("enable_memory_saver") is not True:
         raise RolloutError(

@@ -15,10 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moerl.errors import ConfigError, MoerlError, is_lost
+from moerl.errors import ConfigError, MoerlError, WeightSyncError, is_lost
 from moerl.weight_sync.flat import FlatEntry
 from moerl.weight_sync.live import LiveSender, default_device
-from moerl.weight_sync.servers import Failures, SenderPlace, ServerLostError, WeightServer, on_each
+from moerl.weight_sync.servers import (
+    Failures,
+    SenderPlace,
+    ServerLostError,
+    WeightServer,
+    is_here,
+    is_loopback,
+    on_each,
+)
 from moerl.weight_sync.transport import HandOver, transports
 from moerl.weight_sync.transports.disk import check_interval
 from moerl.weight_sync.update_group import BACKENDS, Rendezvous, UpdateGroup
@@ -113,6 +121,7 @@ class DistributedSender(LiveSender):
         if self._group is not None and self._members == servers:
             return None
         await self._leave(self._members)
+        await asyncio.to_thread(self._refuse_others_machines, servers)
         infos, failures = await on_each(servers, lambda server: server.server_info())
         if failures:
             return _Broken(failures, failures)
@@ -142,6 +151,17 @@ class DistributedSender(LiveSender):
             return broken
         self._group, self._members, self._name = own.result(), servers, name
         return None
+
+    def _refuse_others_machines(self, servers: Sequence[WeightServer]) -> None:
+        """Where nobody but this machine could join: a server elsewhere waits for its own for many minutes."""
+        if not is_loopback(self._cfg.address):
+            return
+        for server in servers:
+            if not is_here(server.url):
+                raise WeightSyncError(
+                    f"weight_sync.transport.address is {self._cfg.address}, which only this machine can reach, but "
+                    f"{server.url} is on another one: set it to this machine's address as that one reaches it"
+                )
 
     async def _leave(self, servers: Sequence[WeightServer]) -> None:
         """Drop the group here first, so that ranks that wait in it are let go, then at the servers that live."""

@@ -20,9 +20,10 @@ import torch
 import torch.multiprocessing as shared
 from torch import Tensor
 
+from moerl.errors import WeightSyncError
 from moerl.weight_sync.flat import FlatEntry
 from moerl.weight_sync.live import LiveSender, default_device
-from moerl.weight_sync.servers import Failures, SenderPlace, WeightServer, on_each
+from moerl.weight_sync.servers import Failures, SenderPlace, WeightServer, is_here, on_each
 from moerl.weight_sync.transport import HandOver, transports
 from moerl.weight_sync.transports.disk import check_interval
 
@@ -61,6 +62,12 @@ class TensorSender(LiveSender):
     async def _deliver(
         self, entries: Sequence[FlatEntry], flat: Tensor, servers: Sequence[WeightServer], label: int | None
     ) -> Failures:
+        for server in servers:
+            if server not in self._sizes and not await asyncio.to_thread(is_here, server.url):
+                raise WeightSyncError(
+                    f"{server.url} is on another machine, which cannot open this one's memory: set "
+                    "weight_sync.transport=distributed or disk"
+                )
         if flat.is_cuda:
             await asyncio.to_thread(torch.cuda.synchronize, flat.device)
 

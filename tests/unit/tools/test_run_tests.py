@@ -44,7 +44,7 @@ def test_counts_and_reasons(run_tests, tmp_path, capfd, group):
     assert (result.passed, result.failed, len(result.skips)) == (1, 2, 2)
     assert any(skip.endswith("test_skipped: no GPU here") for skip in result.skips)
     assert any(skip.endswith("test_whole: needs no_such_module") for skip in result.skips)
-    assert run_tests.print_table([result]) == 2
+    assert run_tests.print_table([result], 1.0) == 2
     out = capfd.readouterr().out
     assert out.splitlines()[-1] == "1 passed, 2 failed, 2 skipped"
     assert "no GPU here" in out
@@ -83,6 +83,13 @@ def test_a_check_that_fails_is_one_failure(run_tests):
     assert run_tests.run_check("x", ["true"]).passed == 1
 
 
+def test_what_runs_beside_others_is_printed_as_a_whole_with_its_errors(run_tests, capfd):
+    code = "import sys; print('out'); sys.stdout.flush(); print('err', file=sys.stderr); sys.exit(1)"
+    assert run_tests.run_check("x", [sys.executable, "-c", code], is_beside=True).failed == 1
+    assert capfd.readouterr().out == "\n== x\nout\nerr\n"
+    assert not run_tests.RUNNING
+
+
 @pytest.fixture
 def servers_python(tmp_path, monkeypatch, run_tests):
     """A machine without a GPU, with a Python for the servers that writes down what it is asked for."""
@@ -99,6 +106,15 @@ def servers_python(tmp_path, monkeypatch, run_tests):
 def test_the_servers_environment_is_made_before_their_group(run_tests, servers_python, tmp_path):
     assert run_tests.prepare_servers().passed == 1
     assert (tmp_path / "asked").read_text().split() == [str(ROOT / "tools" / "setup_sglang.py")]
+
+
+def test_the_servers_environment_is_made_beside_the_checks(run_tests, servers_python, tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(run_tests, "CHECKS", {"check": ["true"]})
+    monkeypatch.setattr(run_tests, "run_group", lambda name, *rest: order.append(name) or run_tests.Result(name))
+    results = run_tests.run_all(["lint", "golden", "sglang"], [])
+    assert [result.name for result in results] == ["check", "golden", "sglang's environment", "sglang"]
+    assert order == ["golden", "sglang"]
 
 
 def test_a_failing_set_up_of_the_servers_is_a_failure(run_tests, servers_python, tmp_path):

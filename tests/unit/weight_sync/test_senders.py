@@ -12,7 +12,7 @@ from moerl.checksums import checksum
 from moerl.errors import ConfigError, WeightSyncError
 from moerl.weight_sync.buckets import make_buckets
 from moerl.weight_sync.flat import laid_out, pack
-from moerl.weight_sync.servers import SenderPlace
+from moerl.weight_sync.servers import SenderPlace, is_here
 from moerl.weight_sync.transports.disk import DiskConfig, DiskSender
 from moerl.weight_sync.transports.distributed import DistributedConfig, DistributedSender
 from moerl.weight_sync.transports.tensor import TensorConfig, TensorSender
@@ -332,5 +332,36 @@ def test_an_address_that_is_not_here_is_named(place):
         sender = make("distributed", place, address="192.0.2.1")
         with pytest.raises(WeightSyncError, match=r"cannot listen on 192.0.2.1:0 .*weight_sync.transport.address"):
             await update(sender, [WeightServerStandIn()], policy(1), 1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("address", "here"),
+    [
+        ("http://127.0.0.1:30000", True),
+        ("http://localhost:30000", True),
+        ("http://[::1]:1", True),
+        ("0.0.0.0", True),
+        ("http://192.0.2.7:30000", False),  # of the documentation's network
+        ("http://no-such-name.invalid:1", True),
+    ],
+)
+def test_whether_an_address_is_of_this_machine(address, here):
+    assert is_here(address) == here
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("tensor", "is on another machine, which cannot open"), ("distributed", "is on another one")]
+)
+def test_servers_elsewhere_are_told_at_once_and_nobody_is_asked(kind, words, place):
+    async def run():
+        server = WeightServerStandIn()
+        server.url = "http://192.0.2.7:30000"
+        sender = make(kind, place)
+        with pytest.raises(WeightSyncError, match=words):
+            await update(sender, [server], policy(1), 1)
+        assert "init_group" not in server.calls
+        sender.close()
 
     asyncio.run(run())

@@ -1,0 +1,61 @@
+"""Servers whose routes are not those of their tokens, or that weights would not reach, are refused before any work."""
+
+from __future__ import annotations
+
+import pytest
+
+from moerl.errors import RolloutError
+from moerl.rollout.sglang.arguments import SglangServerConfig, faults
+from moerl.rollout.sglang.client import ServerInfo
+from moerl.rollout.sglang.route_support import EXCHANGES_WITH_ROUTES, RUNNERS_WITHOUT_ROUTES
+from moerl.rollout.sglang.suited import refuse_unsuited
+
+RUNNING = [
+    *(
+        ({"moe_runner_backend": name}, rf"MoE runner {name}, which .* --moe-runner-backend triton")
+        for name in RUNNERS_WITHOUT_ROUTES
+    ),
+    ({"moe_a2a_backend": "mooncake"}, "--moe-a2a-backend mooncake, .* start it with one of none, deepep, deepep_v2"),
+    ({"pp_size": 2}, "--pp-size 2, but only the first stage's routes come back"),
+]
+CONFIGURED = [
+    ({"moe_runner_backend": "triton_kernel"}, "moe_runner_backend is 'triton_kernel', which chooses experts inside"),
+    ({"moe_runner_backend": "flashinfer_trtllm"}, "returns no routes of its own (R3); use triton"),
+    ({"moe_a2a_backend": "pplx", "tensor": 2, "expert": 2}, "moe_a2a_backend is 'pplx', with which SGLang returns"),
+    ({"pipeline": 2}, "pipeline is 2, but must be 1 where routes are replayed (R3)"),
+]
+
+
+def look(*, routes=True, live=False, **values):
+    info = ServerInfo("0.5.23", 1, 1, True, None, values)
+    refuse_unsuited(
+        "http://a", info, needs_routes=routes, needs_memory_saver=False, is_sent_live=live, longest_tokens=1
+    )
+
+
+@pytest.mark.parametrize(("values", "words"), RUNNING)
+def test_a_running_server_whose_routes_are_others_is_refused(values, words):
+    with pytest.raises(RolloutError, match=words):
+        look(**values)
+    look(routes=False, **values)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES_WITH_ROUTES)
+def test_those_whose_routes_are_right_are_not(exchange):
+    look(moe_runner_backend="triton", moe_a2a_backend=exchange, pp_size=1)
+    look()
+
+
+def test_stages_are_refused_where_weights_come_live():
+    with pytest.raises(RolloutError, match=r"one pipeline stage alone by this weight_sync\.transport"):
+        look(routes=False, live=True, pp_size=2)
+    look(routes=False, live=False, pp_size=2)
+    look(routes=False, live=True, pp_size=1)
+
+
+@pytest.mark.parametrize(("fields", "words"), CONFIGURED)
+def test_what_would_return_other_routes_is_not_launched(fields, words):
+    config = SglangServerConfig(**fields)
+    (fault,) = faults(config, has_cuda=True, returns_routes=True)
+    assert words in fault
+    assert list(faults(config, has_cuda=True, returns_routes=False)) == []
