@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from stage_splits import splits, stages
 
@@ -41,6 +44,18 @@ def test_what_is_proposed_for_published_models_fits(layers, pipeline):
         counts = StageSplit(pipeline=pipeline, last=last).counts(layers)
         assert sum(counts) == layers
         assert max(counts) == -(-layers // pipeline)  # no longer than the longest stage of any cut
+
+
+def test_the_table_in_the_readme_is_right():
+    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \| (\d+) \| `([^`]+)` \| ([\d, ]+) \|$", readme, re.MULTILINE)
+    assert {name for name, *_ in rows} == PUBLISHED.keys()
+    for name, layers, pipeline, settings, counts in rows:
+        ends = {end: int(number) for end, number in re.findall(r"parallel\.(first|last)_stage_layers=(\d+)", settings)}
+        split = StageSplit(pipeline=int(pipeline), **ends)
+        assert PUBLISHED[name] == int(layers)
+        assert split.fits(int(layers))
+        assert split.counts(int(layers)) == [int(count) for count in counts.split(", ")]
 
 
 SAID = [
