@@ -56,10 +56,12 @@ def export_weights(cfg: RunConfig, out: Path, policy: Policy, *, is_leader: bool
     family = family_of(hf, cfg.model.family)
     rules = family.weight_rules(hf)
     carried, copies, warning = NOTHING_CARRIED, {}, None
+    kept = frozenset[str]()  # routers keep the type of a folder's; where all is random there is none
     if cfg.model.init == "weights":
         copies = repeated_in(Path(cfg.model.path), family, hf)
         carried = open_carried(Path(cfg.model.path), family, hf)
         warning = carried.age_warning() or missing_warning(carried, family, hf)
+        kept = kept_names(rules, carried)
     if warning is not None:
         _warn_once(warning)
     plain = carried.plain()
@@ -69,7 +71,7 @@ def export_weights(cfg: RunConfig, out: Path, policy: Policy, *, is_leader: bool
         itertools.chain(_with_copies(policy.export(), copies), extra),
         cfg.model.path,
         dtype=EXPORT_DTYPES[cfg.checkpoint.export_dtype],
-        kept_names=kept_names(rules, carried),
+        kept_names=kept,
         record={"converted_from": str(cfg.model.path), RECORD: copies, **carried_record(carried, is_older=True)},
     )
 

@@ -103,7 +103,7 @@ class SglangServers:
         self._weight_version = weight_version
         self._device = device_of(config, has_cuda=cuda)
         self._python = server_python(config.python)
-        key = secrets.token_urlsafe(KEY_BYTES)
+        key = secrets.token_hex(KEY_BYTES)  # of letters and digits: one with a dash in front is an option to a parser
         ports: list[int] = []
         while len(ports) < config.num_servers:
             ports += [port] if (port := free_port(config.host)) not in ports else []
