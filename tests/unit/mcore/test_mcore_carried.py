@@ -121,6 +121,14 @@ def test_a_model_that_began_from_random_weights_has_none(folder, kit, tmp_path):
     assert json.loads((tmp_path / "hf" / "moerl_manifest.json").read_text())["carried"] == {}
 
 
+def test_it_exports_its_routers_too_in_the_type_asked_for(kit, tiny_folder, tmp_path):
+    """There is no folder whose type they would keep: `make sft` writes the demo's policy so."""
+    export_weights(
+        settings(tiny_folder, "bf16", "random"), tmp_path / "hf", kit.make_policy(tiny_folder), is_leader=True
+    )
+    assert {tensor.dtype for tensor in read_files(tmp_path / "hf").values()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_head_that_repeats_the_embedding_is_the_embedding_that_was_trained(kit, tmp_path, dtype):
     """A copy of what `model.path` has under the second name would be older than the model."""
