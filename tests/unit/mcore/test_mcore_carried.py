@@ -121,6 +121,13 @@ def test_a_model_that_began_from_random_weights_has_none(folder, kit, tmp_path):
     assert json.loads((tmp_path / "hf" / "moerl_manifest.json").read_text())["carried"] == {}
 
 
+def test_the_demo_s_policy_is_the_file_that_make_sft_writes(kit, tmp_path):
+    """To the byte: types, order and header; that training gives these values `make sft` shows."""
+    folder = Path("configs/demo/policy")
+    export_weights(settings(folder, "bf16", "random"), tmp_path / "hf", kit.make_policy(folder), is_leader=True)
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
 def test_it_exports_its_routers_too_in_the_type_asked_for(kit, tiny_folder, tmp_path):
     """There is no folder whose type they would keep: `make sft` writes the demo's policy so."""
     export_weights(
