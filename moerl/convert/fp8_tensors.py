@@ -45,7 +45,7 @@ def calibration_tokens(path: Path, settings: Path) -> list[Tensor]:
     """Token ids of the texts in `path`, one a line, by the tokenizer in the folder `settings`.
 
     Raises:
-        ConfigError: no such file, not UTF-8, or nothing in it.
+        ConfigError: no such file, not UTF-8, nothing in it, or a text that the tokenizer has no tokens for.
         CheckpointError: no tokenizer that transformers loads without the folder's own code.
     """
     from transformers import AutoTokenizer
@@ -67,11 +67,23 @@ def calibration_tokens(path: Path, settings: Path) -> list[Tensor]:
             f"{settings}: no tokenizer that can be loaded without running the folder's own code ({reason}), so no text "
             "can be measured; export with --dtype fp8-block, which needs none"
         ) from error
-    tokens = [torch.tensor(tokenizer(line)["input_ids"][:MAX_TOKENS]) for line in lines]
+    tokens = [torch.tensor(_encoded(tokenizer, line, path)[:MAX_TOKENS]) for line in lines]
     tokens = [one for one in tokens if one.numel()]
     if not tokens:
         raise ConfigError(f"--calibration is {path}, which holds no text; it needs one text a line")
     return tokens
+
+
+def _encoded(tokenizer: Any, line: str, path: Path) -> list[int]:
+    try:
+        return tokenizer(line)["input_ids"]
+    except Exception as error:
+        if type(error) is not Exception:  # the tokenizers library has no class of its own for text without a token
+            raise
+        raise ConfigError(
+            f"--calibration is {path}, which has the text {line[:60]!r}: the model's tokenizer cannot encode it "
+            f"({error}); give texts like those that the model will see, one a line, not JSON of them"
+        ) from error
 
 
 def export_fp8_tensors(

@@ -41,6 +41,7 @@ BROAD_EXCEPT = {
     "moerl/rewards/worker.py::__call__": "whatever a verifier's module raises at import becomes an error verdict",
     "moerl/rewards/worker.py::_call_walled": "whatever a verifier raises in its sandbox becomes an error verdict",
     "moerl/data/chat.py::_encode": "the tokenizer's library raises the bare class, and this catches no other",
+    "moerl/convert/fp8_tensors.py::_encoded": "as in chat.py",
 }
 """The functions that catch `Exception` or more, and why: those that ARCHITECTURE.md, section 7, names."""
 

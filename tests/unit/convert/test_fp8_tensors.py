@@ -49,6 +49,11 @@ def test_it_needs_texts_and_modelopt(tmp_path, capsys):
     told = " ".join(capsys.readouterr().err.split())
     assert f"--calibration is {tmp_path}/latin.txt, which is not UTF-8: byte 0xe9 at offset 9" in told
     assert "save it as UTF-8 text, one text a line" in told
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2=3"}\n')
+    assert main([*command, "--calibration", str(tmp_path / "rows.jsonl")]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert 'rows.jsonl, which has the text \'{"prompt": "1+2=3"}\': the model\'s tokenizer cannot encode it' in told
+    assert "not JSON of them" in told
     try:
         import modelopt  # noqa: F401
     except ImportError:
