@@ -2,6 +2,8 @@
 
 Presets, `extends`, overrides, rules across fields and every plugin node are checked as `moerl train` checks them, but
 no model library is imported and nothing is written. Exit status 0, or 2 with every fault on standard error.
+
+    python tools/check_config.py configs/demo/gspo.yaml optim.lr=1e-5 algorithm.routing=R3
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("b", type=Path, help="run folder or metrics.jsonl")
     parser.add_argument("--tolerance", type=float, default=0.0, help="0 (default): exact")
     parser.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help="may be given several times")
-    parser.add_argument("--max-rows", type=int, default=20, help="metrics to show")
+    parser.add_argument("--max-rows", type=int, default=20, help="metrics to show (default %(default)s)")
     args = parser.parse_args()
     try:
         comparison = compare_files(args.a, args.b, tolerance=args.tolerance, ignore=args.ignore)

@@ -1,4 +1,9 @@
-"""Print a dumped `StepBatch` as text: `python tools/inspect_batch.py PATH [--tokenizer FOLDER] [--sample N]`."""
+"""Print a dumped `StepBatch` as text: `python tools/inspect_batch.py PATH [--tokenizer FOLDER] [--sample N]`.
+
+    python tools/inspect_batch.py runs/demo-gspo/batches/step_000003.npz --tokenizer configs/demo/policy --sample 5
+
+A run writes its batches with telemetry.dump_batches=true. Exit status 1 where the file cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ HEADER = (
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", help="a .npz that moerl dumped")
     parser.add_argument("--tokenizer", help="Hugging Face folder; shows tokens as text")
     parser.add_argument("--sample", type=int, help="show one sample only, by its id within the step")

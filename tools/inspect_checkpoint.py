@@ -2,6 +2,8 @@
 
 PATH is a checkpoint (`step_000010`), or a run or its `checkpoints`, of which the newest is shown. Every checksum is
 verified first; the exit status is 1 where something is damaged.
+
+    python tools/inspect_checkpoint.py runs/demo-gspo
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from moerl.shards import ShardReader, has_shards
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="a checkpoint, a run, or the checkpoints of a run")
     parser.add_argument("--names", action="store_true", help="list every tensor, not one line for all layers")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")

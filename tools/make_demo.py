@@ -216,7 +216,7 @@ def is_same(left: Path, right: Path) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check; the exit status is 1 where a checked file differs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DEMO, help="folder to write or check (default: configs/demo)")
     parser.add_argument("--check", action="store_true", help="compare the files that are there byte for byte")
     options = parser.parse_args(arguments)

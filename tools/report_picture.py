@@ -38,8 +38,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("picture", type=Path, help="PNG to write")
-    parser.add_argument("--width", type=int, default=1280, help="of the window, in CSS pixels")
-    parser.add_argument("--height", type=int, default=1125, help="of the picture, in CSS pixels")
+    parser.add_argument("--width", type=int, default=1280, help="of the window, in CSS pixels (default %(default)s)")
+    parser.add_argument("--height", type=int, default=1125, help="of the picture, in CSS pixels (default %(default)s)")
     args = parser.parse_args()
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:

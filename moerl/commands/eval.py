@@ -23,7 +23,7 @@ HELP = """Run the held-out evaluation: greedy, sampled, pass@k, maj@k and best-o
   moerl eval configs/demo/gspo.yaml --model DIR     any Hugging Face folder of the same tokenizer
   moerl eval runs/demo-gspo                         the newest checkpoint of a run
   moerl eval runs/demo-gspo --step 40 --json        an earlier one; one JSON object on standard output
-  moerl eval CONFIG evaluation.num_samples=8 evaluation.maj_at=[8] evaluation.best_of=[8]
+  moerl eval CONFIG evaluation.num_samples=8 'evaluation.maj_at=[8]' 'evaluation.best_of=[8]'
   moerl eval CONFIG --compare-templates none,chat,r1,qwen_math
                                                     which prompt template suits the policy, before training
 """

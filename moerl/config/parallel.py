@@ -43,5 +43,6 @@ class PrecisionSection:
     """Format of the product that makes logits: `params`, which rounds logits to that format as an engine of it does,
     or `fp32`, with hidden states and output weights as float32 factors (MiniMax-M1, ScaleRL)."""
     fp8: str = "none"
+    """There is no training in FP8: all but `none` is refused. FP8 folders are read, written and sent to servers."""
     recompute: str = "none"
     """`none`, `selective` (attention and experts) or `full` (every layer)."""

@@ -49,7 +49,7 @@ class ModelSection:
     """The policy."""
 
     path: str = MISSING
-    """Hugging Face folder: config.json, *.safetensors, tokenizer."""
+    """Local Hugging Face folder (config.json, *.safetensors, tokenizer), or what `moerl convert import` made."""
     family: str = "auto"
     """`auto`: from the architecture in config.json."""
     init: str = "weights"
@@ -72,8 +72,8 @@ class DatasetConfig:
 
     name: str = MISSING
     source: dict[str, Any] = plugin("prompt source", "file")
-    """`{name: file, path: x.jsonl}` (jsonl, jsonl.gz or parquet) or `{name: reasoning_gym, task: ..., size: ..., seed:
-    ...}`."""
+    """`{name: file, path: x.jsonl}` (also .jsonl.gz, .parquet), `{name: reasoning_gym, task: ..., size: ..., seed: ...}`
+    or `{name: verifiers, taskset: ...}`."""
     weight: float = 1.0
     """Share of this set in a mixture."""
     limit: int | None = None
@@ -117,10 +117,12 @@ class RolloutSection:
     """Generation of experience."""
 
     engine: dict[str, Any] = plugin("rollout engine", "local")
+    """`local` (on the processor in float32: small models), `sglang`, or `dataset` (a file's own completions)."""
     environment: dict[str, Any] = plugin("environment", "single_turn")
     prompts_per_step: int = 16
     group_size: int = 8
     max_new_tokens: int = 512
+    """Of one episode, after the prompt; answers of tools count."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -161,7 +163,7 @@ class RewardSection:
 
 @dataclass
 class AdvantageSection:
-    """A = post(transform((R - center) / (scale + eps))); ALGORITHMS.md of the project, section on advantages."""
+    """A = post(transform((R - center) / (scale + eps))); docs/algorithms.md has the whole space."""
 
     center: str = "group_mean"
     """`none`, `group_mean`, `group_loo`, `batch_mean`, `history` (DCPO's statistics of the prompt, with transform
@@ -252,13 +254,15 @@ class AlgorithmSection:
     """The objective as a point of one space; `preset` fills the axes, every one of which can be overridden."""
 
     preset: str | None = None
+    """A name of `moerl objective --list`; what YAML files and overrides say of an axis wins over it."""
     objective: dict[str, Any] = plugin("objective", "policy_gradient")
     """`policy_gradient`, or what replaces it: `group_dpo`."""
     advantage: AdvantageSection = field(default_factory=AdvantageSection)
     anchor: str = "old"
     """Policy in the denominator of the ratio: `old` or `rollout`."""
     level: str = "token"
-    """Importance-ratio level: `none`, `token`, `seq_geo`, `seq_geo_token`, `seq_prod`, `geo_clip`."""
+    """Importance-ratio level: `none`, `token`, `seq_geo`, `seq_geo_token`, `seq_prod`, `geo_clip`, `prefix_prod`,
+    `prefix_min`."""
     form: str = "ratio"
     """`ratio`: gradient through the ratio; `score`: detached weight times A times logprob."""
     trust: dict[str, Any] = plugin("trust region", "clip")
@@ -320,6 +324,7 @@ class BatchSection:
     num_epochs: int = 1
     """Passes over the rollout batch."""
     max_tokens_per_microbatch: int = 16384
+    """Of one packed forward, which must hold the longest sequence; lower it first where the learner lacks memory."""
 
 
 @dataclass
@@ -327,6 +332,7 @@ class WeightSyncSection:
     """How weights reach the engines."""
 
     transport: dict[str, Any] = plugin("weight transport", "in_process")
+    """`in_process` for engines of this process; for servers `disk`, `tensor` (same machine) or `distributed`."""
     bucket_bytes: int = 268_435_456
     precision: str = "as_is"
     """Of what servers are sent: `as_is` (the trainer's own), `bf16`, or `fp8_block` (as the FP8 folder they serve)."""
@@ -352,6 +358,7 @@ class CheckpointSection:
     export_hf: bool = True
     """Write the final weights as a Hugging Face folder, `<run>/hf`."""
     export_dtype: str = "fp32"
+    """`fp32` or `bf16`, of `<run>/hf` and `<run>/exports`."""
 
 
 @dataclass

@@ -114,11 +114,11 @@ def table(rows: dict[str, Row]) -> str:
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=12, help="of each mode (default %(default)s)")
+    parser.add_argument("--prompts", type=int, default=16, help="groups of 4 answers in a step (default %(default)s)")
+    parser.add_argument("--slots", type=int, default=64, help="answers that the engine samples at once (default %(default)s)")
     parser.add_argument("--token-seconds", type=float, help="of one token in one slot; default: as long as learning")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="which to run (default: all)")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument("--keep", type=Path, help="keep the run folders, with their trace.json, there")
     args = parser.parse_args()

@@ -115,9 +115,9 @@ def _spread(values: list[float], form: str = ".3f") -> str:
 def main() -> int:
     """Run all and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/demo/grpo.yaml")
-    parser.add_argument("--steps", type=int, default=10, help="steps that count")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--config", default="configs/demo/grpo.yaml", help="of moerl's side (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="steps that count (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of every side (default %(default)s)")
     parser.add_argument("--trl-python", help="interpreter of an environment with trl and datasets")
     args = parser.parse_args()
     sides = {"moerl": moerl_steps(args), "plain transformers": script_steps("demo_plain.py", sys.executable, args)}

@@ -42,9 +42,9 @@ One = Callable[[int], Awaitable[object]]
 def main() -> int:
     """Measure, print a table, and a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--completions", type=int, default=4000, help="of each side, in each round")
-    parser.add_argument("--concurrency", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--completions", type=int, default=4000, help="of each side, in each round (default %(default)s)")
+    parser.add_argument("--concurrency", type=int, default=256, help="requests at once (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="the best counts (default %(default)s)")
     parser.add_argument("--routes", action="store_true", help="routes of 48 layers x 8 experts of 128")
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))

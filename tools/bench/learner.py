@@ -312,18 +312,18 @@ def curve(args: argparse.Namespace) -> list[Row]:
 def main() -> int:
     """Compare, then the curve."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["compare", "curve"])
+    parser.add_argument("--only", choices=["compare", "curve"], help="one of the two tables (default: both)")
     parser.add_argument("--model", choices=MODELS, help="small on a CPU, gpu on a GPU unless given")
     parser.add_argument("--curve-model", choices=MODELS, help="tiny on a CPU, gpu on a GPU unless given")
-    parser.add_argument("--tokens", type=int, default=8192, help="of the comparison")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the comparison (default %(default)s)")
     parser.add_argument(
-        "--powers", type=int, nargs="+", default=[12, 13, 14, 15, 16, 17], help="log2 of the curve's tokens"
+        "--powers", type=int, nargs="+", default=[12, 13, 14, 15, 16, 17], help="log2 of the curve's tokens (default: 12 to 17)"
     )
-    parser.add_argument("--longest", type=int, default=1024)
-    parser.add_argument("--pack", type=int, default=4096, help="batch.max_tokens_per_microbatch")
+    parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest sequence (default %(default)s)")
+    parser.add_argument("--pack", type=int, default=4096, help="batch.max_tokens_per_microbatch (default %(default)s)")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="fp32 on a CPU, bf16 on a GPU unless given")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of torch (default %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=2, help="updates that are timed (default %(default)s)")
     parser.add_argument("--json", type=Path, help="write all figures to this file too")
     parser.add_argument("--one", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

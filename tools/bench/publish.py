@@ -223,11 +223,11 @@ async def measure(kind: str, weights: Any, receiver: Receiver, arguments: argpar
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--bucket-megabytes", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--transports", nargs="+", default=["disk", "tensor", "distributed"])
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk that is to be measured")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="of weights, GiB (default %(default)s)")
+    parser.add_argument("--bucket-megabytes", type=int, default=256, help="MiB of a bucket (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="the best counts (default %(default)s)")
+    parser.add_argument("--transports", nargs="+", default=["disk", "tensor", "distributed"], help="(default: all)")
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk that is to be measured (default: temporary)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     count = max(1, round(arguments.gigabytes * 1024 / 64))

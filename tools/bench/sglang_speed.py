@@ -74,7 +74,7 @@ def main() -> int:
     """Exit status 0, or 1 with one message."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default="auto", help="of the servers' environment (default: .venv-sglang)")
-    parser.add_argument("--tensor", type=int, default=1, help="tensor and expert parallel ranks")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor and expert parallel ranks (default %(default)s)")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = SglangServerConfig(
