@@ -182,7 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default="auto", help="of the servers' environment (default: .venv-sglang)")
     parser.add_argument("--tensor", type=int, default=1, help="tensor and expert parallel ranks (default %(default)s)")
-    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "data" / "sglang", help="(default: tests/data/sglang)")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "data" / "sglang", help="folder to write")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = SglangServerConfig(

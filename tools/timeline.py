@@ -45,7 +45,7 @@ def draw(axes: Any, path: Path, skip: float, seconds: float, title: str) -> None
 def main() -> None:
     """Draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="+", type=Path, help="trace.json of a run; several are drawn one below the other")
+    parser.add_argument("traces", nargs="+", type=Path, help="trace.json of each run, drawn one below the other")
     parser.add_argument("--titles", nargs="+", help="one for each; default: the run's folder")
     parser.add_argument("--skip", type=float, default=0.0, help="seconds at the start that are left out (default 0)")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds to draw (default 20)")

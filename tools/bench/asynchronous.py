@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12, help="of each mode (default %(default)s)")
     parser.add_argument("--prompts", type=int, default=16, help="groups of 4 answers in a step (default %(default)s)")
-    parser.add_argument("--slots", type=int, default=64, help="answers that the engine samples at once (default %(default)s)")
+    parser.add_argument("--slots", type=int, default=64, help="answers sampled at once (default %(default)s)")
     parser.add_argument("--token-seconds", type=float, help="of one token in one slot; default: as long as learning")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="which to run (default: all)")
     parser.add_argument("--json", type=Path, help="write the figures there too")

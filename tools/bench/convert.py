@@ -225,8 +225,8 @@ def extrapolated(rows: list[Row]) -> str:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=int, nargs="+", choices=tuple(LAYERS), default=[1, 4], help="sizes (default: 1 4)")
-    parser.add_argument("--rounds", type=int, default=3, help="in turn over all sides; the median counts (default %(default)s)")
+    parser.add_argument("--gigabytes", type=int, nargs="+", choices=tuple(LAYERS), default=[1, 4], help="default: 1 4")
+    parser.add_argument("--rounds", type=int, default=3, help="medians are of them (default %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="of every side (default 2)")
     parser.add_argument("--folder", type=Path, help="where to put the files (default: the system's temporary folder)")
     parser.add_argument("--json", type=Path, help="also write every figure there")

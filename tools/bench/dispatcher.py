@@ -42,7 +42,7 @@ One = Callable[[int], Awaitable[object]]
 def main() -> int:
     """Measure, print a table, and a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--completions", type=int, default=4000, help="of each side, in each round (default %(default)s)")
+    parser.add_argument("--completions", type=int, default=4000, help="of a side in a round (default %(default)s)")
     parser.add_argument("--concurrency", type=int, default=256, help="requests at once (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="the best counts (default %(default)s)")
     parser.add_argument("--routes", action="store_true", help="routes of 48 layers x 8 experts of 128")

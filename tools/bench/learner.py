@@ -317,9 +317,9 @@ def main() -> int:
     parser.add_argument("--curve-model", choices=MODELS, help="tiny on a CPU, gpu on a GPU unless given")
     parser.add_argument("--tokens", type=int, default=8192, help="of the comparison (default %(default)s)")
     parser.add_argument(
-        "--powers", type=int, nargs="+", default=[12, 13, 14, 15, 16, 17], help="log2 of the curve's tokens (default: 12 to 17)"
+        "--powers", type=int, nargs="+", default=[12, 13, 14, 15, 16, 17], help="log2 of the curve's tokens"
     )
-    parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest sequence (default %(default)s)")
+    parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest (default %(default)s)")
     parser.add_argument("--pack", type=int, default=4096, help="batch.max_tokens_per_microbatch (default %(default)s)")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="fp32 on a CPU, bf16 on a GPU unless given")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default %(default)s)")

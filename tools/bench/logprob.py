@@ -145,7 +145,7 @@ def _shape(row: Row) -> tuple[int, int, int]:
 def main() -> int:
     """Every side at every vocabulary, in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocabs", type=int, nargs="+", default=[32_000, 151_936], help="sizes (default: 32000 151936)")
+    parser.add_argument("--vocabs", type=int, nargs="+", default=[32_000, 151_936], help="default: 32000 151936")
     parser.add_argument("--hidden", type=int, nargs="+", default=[256], help="widths (default: 256)")
     parser.add_argument("--tokens", type=int, default=2048, help="rows of hidden states (default %(default)s)")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="fp32 on a CPU, bf16 on a GPU unless given")

@@ -137,7 +137,7 @@ def main() -> int:
     """Run all sides in turn and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", help="interpreter of the peers' environment")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 18, 20], help="log2 of the live tokens, 16 to 22 (default: 16 18 20)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 18, 20], help="log2 of the live tokens, 16 to 22")
     parser.add_argument("--layouts", nargs="+", default=["ln8192", "eq1024"], help="of lengths (default: both)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of torch (default: 1 2)")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each figure")
