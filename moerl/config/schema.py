@@ -72,7 +72,7 @@ class DatasetConfig:
 
     name: str = MISSING
     source: dict[str, Any] = plugin("prompt source", "file")
-    """`{name: file, path: x.jsonl}` (also .jsonl.gz, .parquet), `{name: reasoning_gym, task: ..., size: ..., seed: ...}`
+    """`{name: file, path: x.jsonl}` (or .jsonl.gz, .parquet), `{name: reasoning_gym, task: ..., size: ..., seed: ...}`
     or `{name: verifiers, taskset: ...}`."""
     weight: float = 1.0
     """Share of this set in a mixture."""
