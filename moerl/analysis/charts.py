@@ -220,7 +220,7 @@ SECTIONS: tuple[Section, ...] = (
             Chart(
                 "Router shift",
                 "Raw router-shift factor of RSPO over tokens; 1 is no shift.",
-                ("route_update/gamma_mean", "route_update/gamma_p01", "route_update/gamma_low"),
+                ("route_update/gamma_mean", "route_update/gamma_p10", "route_update/gamma_p01"),
             ),
         ),
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 from moerl.config.overlay import ROOT, Kind, assigned, checked, fields_of, kind_at, overlaid, words_for
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 Values = dict[str, Any]
 
@@ -155,7 +158,30 @@ def _all_merged(
         _check_types(values, source)
     merged = _merge(layers, overrides, {})
     preset = _preset_values(merged, presets)
-    return _merge(layers, overrides, preset) if preset else merged
+    if not preset:
+        return merged
+    merged = _merge(layers, overrides, preset)
+    for place, (values, source) in enumerate(layers):
+        written_for = (values.get("algorithm") or {}).get("preset")
+        if written_for not in (None, merged["algorithm"]["preset"]):
+            plain = {**values, "algorithm": {"preset": written_for}}
+            without = _merge([*layers[:place], (plain, source), *layers[place + 1 :]], overrides, preset)
+            _warn_of_other_preset(written_for, source, without["algorithm"], merged["algorithm"])
+    return merged
+
+
+def _warn_of_other_preset(written_for: str, source: str, without: Values, merged: Values) -> None:
+    """A file's values of axes are over any preset, so they stay where another method is chosen on top of that file."""
+    kept = [f"algorithm.{name}" for name, value in merged.items() if value != without[name]]
+    if kept:
+        logger.warning(
+            "algorithm.preset=%s stands over %s, which is written for %s: %s stay as they are there; set them too, or "
+            "begin from a file without them (tools/check_config.py shows what comes out)",
+            merged["preset"],
+            source,
+            written_for,
+            ", ".join(kept),
+        )
 
 
 def _merge(layers: list[tuple[Values, str]], overrides: Sequence[str], preset: Values) -> Values:

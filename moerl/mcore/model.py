@@ -110,7 +110,7 @@ def transformer_config(
     others = GPT_ARGUMENTS | YARN_ATTRIBUTES | {WIDE_QK_NORM}
     fields = {name: value for name, value in source.kwargs.items() if name not in others}
     if precision.fp8 != "none":
-        raise ConfigError(f"precision.fp8 is {precision.fp8!r}; fp8 needs TransformerEngine on a GPU, set `none`")
+        raise ConfigError(f"precision.fp8 is {precision.fp8!r}; this version trains in fp32 or bf16, set `none`")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(precision.params)
     if dtype is None:
         raise ConfigError(f"precision.params is {precision.params!r}; allowed: fp32, bf16")

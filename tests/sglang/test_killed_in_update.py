@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from sglang_talk import Oracle
+from sglang_talk import Oracle, kill
 
 from moerl.models.hf_export import write_hf_folder
 from moerl.rollout.engine import ServedModel
@@ -76,20 +74,6 @@ def engine(request, python, tmp_path):
         engine.close()
 
 
-def kill(engine, index):
-    """The server's own process, found by its port."""
-    port = engine._found[index].url.rpartition(":")[2]
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if "sglang.launch_server" in line and f"--port {port} " in line:
-            os.kill(int(folder.name), signal.SIGKILL)
-            return
-    raise AssertionError(f"no server at port {port}")
-
-
 async def gaps(engine, oracle, count):
     """Largest |server - plain model| of the logprobs of `count` answers, and their versions."""
     asked = (engine.generate(PROMPT, SamplingParams(12, seed=i), f"p{i}/{i}#0") for i in range(count))
@@ -125,7 +109,7 @@ def test_a_server_killed_between_two_buckets_costs_no_answer_and_comes_back_with
         await engine.pause()
         for place, bucket in enumerate(buckets):
             if place == 2:
-                kill(engine, -1)
+                kill(engine._found[-1])
             await engine.update_weights(bucket)
         await engine.resume()
         assert engine.policy_version == 1

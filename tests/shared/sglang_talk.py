@@ -6,6 +6,8 @@ import base64
 import http.client
 import itertools
 import json
+import os
+import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,20 @@ from moerl.reference.model import ReferenceModel
 
 LAYERS, TOP_K = 2, 2
 _NUMBERS = itertools.count()
+
+
+def kill(server):
+    """SIGKILL to the server's own process, found by its port."""
+    port = server.url.rpartition(":")[2]
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if "sglang.launch_server" in line and f"--port {port} " in line:
+            os.kill(int(folder.name), signal.SIGKILL)
+            return
+    raise AssertionError(f"no server at port {port}")
 
 
 @dataclass

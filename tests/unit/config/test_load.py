@@ -358,3 +358,26 @@ def test_the_room_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_values_that_a_file_sets_for_another_preset_are_told(tmp_path, caplog):
+    text = "algorithm: {preset: gspo, level: token, trust: {low: 0.1, high: 0.2}}"
+    cfg = load(tmp_path, text, "algorithm.preset=cispo", "algorithm.level=seq_geo")
+    assert cfg.algorithm.trust == {"name": "is_clip", "max": 5.0, "low": 0.1, "high": 0.2}
+    [told] = caplog.messages
+    assert told.startswith(f"algorithm.preset=cispo stands over {tmp_path / 'c.yaml'}, which is written for gspo: alg")
+    assert ": algorithm.trust stay" in told, "the level is given anew"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("algorithm: {preset: gspo, level: token}", ()),
+        ("algorithm: {preset: gspo}", ("algorithm.preset=cispo",)),
+        ("algorithm: {level: token}", ("algorithm.preset=cispo",)),
+        ("algorithm: {preset: gspo, level: token}", ("algorithm.preset=cispo", "algorithm.level=seq_geo")),
+    ],
+)
+def test_values_of_ones_own_are_no_surprise(tmp_path, caplog, text, overrides):
+    load(tmp_path, text, *overrides)
+    assert caplog.messages == []

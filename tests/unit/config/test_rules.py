@@ -138,7 +138,7 @@ def test_the_defaults_pass(base):
         (["rollout.engine=dataset"], ["rollout.engine=dataset", "algorithm.level is token"]),
         (["rollout.engine=dataset", "data.refilter.every_steps=2"], ["refilter.every_steps is 2", "no pass rate"]),
         (["rollout.engine=dataset", "algorithm.routing=R3"], ["records no routes", "algorithm.routing is R3"]),
-        (["precision.fp8=blockwise"], ["precision.fp8=blockwise", "precision.params=bf16"]),
+        (["precision.fp8=blockwise"], ["precision.fp8=blockwise", "trains in fp32 or bf16; set precision.fp8=none"]),
         (
             ["telemetry.profile={start_step: 11, num_steps: 1}"],
             ["telemetry.profile.start_step is 11", "run.num_steps=10"],
