@@ -26,6 +26,11 @@ def parallel_axes(cfg: RunConfig, world_size: int) -> Iterator[str]:
             f"parallel.virtual_pipeline is {axes.virtual_pipeline} with parallel.pipeline=1, but it splits a "
             "pipeline's stages: set it to null"
         )
+    elif axes.virtual_pipeline == 1:
+        yield (
+            f"parallel.virtual_pipeline is 1 with parallel.pipeline={axes.pipeline}, but it is the number of chunks "
+            "that a stage is split into: set it to null for whole stages, or to 2 or more"
+        )
     yield from _model(axes, _config_of(cfg.model.path))
     yield from _samples(cfg, world_size)
 

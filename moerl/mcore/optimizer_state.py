@@ -54,7 +54,8 @@ def num_updates(inner: Any) -> int:
     counts = set()
     for member in _members(inner):
         torch_optimizer = member.optimizer
-        counts |= {int(group["step"]) for group in torch_optimizer.param_groups if "step" in group}
+        groups = [group for group in torch_optimizer.param_groups if group["params"]]  # in an empty one nobody counts
+        counts |= {int(group["step"]) for group in groups if "step" in group}
         counts |= {int(state["step"]) for state in torch_optimizer.state.values() if "step" in state}
     assert len(counts) <= 1, f"parameters were updated {sorted(counts)} times: no common count"
     return counts.pop() if counts else 0

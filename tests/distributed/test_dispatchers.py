@@ -18,10 +18,21 @@ LAYOUTS = {
     "allgather_full": {"tensor": 2, "dispatcher": "allgather"},
     "context": {"context": 2, "expert": 2},
     "expert_tensor": {"expert_tensor": 2},
+    "pipeline": {"pipeline": 2},
+    "interleaved": {"pipeline": 2, "virtual_pipeline": 2},
     "overlap": {"expert": 2, "overlap_grad_reduce": True},
     "overlap_interleaved": {"pipeline": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True},
 }
-RECOMPUTE = {"alltoall": "full", "allgather": "selective", "context": "full", "expert_tensor": "selective"}
+RECOMPUTE = {
+    "alltoall": "full",
+    "allgather": "selective",
+    "context": "full",
+    "expert_tensor": "selective",
+    "pipeline": "full",
+    "interleaved": "selective",
+    "overlap": "full",
+    "overlap_interleaved": "full",
+}
 """Recomputation runs along, where replay must serve each micro-batch its own routes again."""
 
 

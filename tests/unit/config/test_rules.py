@@ -235,6 +235,11 @@ def test_axes_that_do_not_cut_the_model_evenly_are_refused_with_its_sizes(base, 
     assert fault.startswith(
         "parallel.pipeline x parallel.virtual_pipeline = 2 x 2 = 4, but must divide the model's 6 layers; set "
     )
+    (fault,) = of("parallel.pipeline=2", "parallel.virtual_pipeline=1")
+    assert fault == (
+        "parallel.virtual_pipeline is 1 with parallel.pipeline=2, but it is the number of chunks that a stage is split "
+        "into: set it to null for whole stages, or to 2 or more"
+    )
     assert of("parallel.pipeline=4", "parallel.last_stage_layers=3") == []
     (fault,) = of("parallel.pipeline=4", "parallel.first_stage_layers=2")
     assert fault == (
