@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from moerl.models.family import FusedSlice, HFConfig, ModelFamily
@@ -24,8 +23,16 @@ class DiskTensor:
     """Names of the rules' tensors that are stacked along its first axis; empty: it is the rule's own."""
 
     def make(self, get: Callable[[str], Tensor]) -> Tensor:
-        """From the rules' tensors by name."""
-        return torch.stack([get(part) for part in self.parts]) if self.parts else get(self.name)
+        """From the rules' tensors by name; of parts one exists at a time, beside the whole."""
+        if not self.parts:
+            return get(self.name)
+        first = get(self.parts[0])
+        whole = first.new_empty((len(self.parts), *first.shape))
+        whole[0] = first
+        del first
+        for i, part in enumerate(self.parts[1:], 1):
+            whole[i] = get(part)
+        return whole
 
     @property
     def first(self) -> str:

@@ -95,6 +95,9 @@ PLAIN_ROPE_FIELDS = frozenset({"partial_rotary_factor", "rope_theta", "rope_type
 """Of a rotary embedding: of YaRN alone, and of any."""
 
 
+_CAUSAL = "is_causal"
+"""Of every model of transformers: False is attention to later tokens too."""
+
 LLAMA3_BOUNDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of the wavelengths that Llama 3.1's rotary embedding scales; all released models have these."""
 
@@ -122,12 +125,14 @@ def required(hf: Mapping[str, Any], kind: type[V], *names: str) -> V:
 
 def refuse_unknown(hf: Mapping[str, Any], known: frozenset[str]) -> None:
     """Refuse fields that neither `known` nor `GENERIC_FIELDS` nor `SAMPLING_FIELDS` lists, unless they are off (None,
-    False, or empty).
+    False, or empty); and `is_causal`, which is on where it is not said, where it is off.
 
     Raises:
         CheckpointError: names every such field with its value.
     """
-    unknown = {name: value for name, value in hf.items() if name not in known | GENERIC_FIELDS | SAMPLING_FIELDS}
+    refuse_active({_CAUSAL: True, **hf}, _CAUSAL, (True,))  # null is off to transformers
+    harmless = known | GENERIC_FIELDS | SAMPLING_FIELDS | {_CAUSAL}
+    unknown = {name: value for name, value in hf.items() if name not in harmless}
     active = {name: value for name, value in unknown.items() if value not in (None, False, [], {}, "")}
     if active:
         listed = ", ".join(f"{name}={value!r}" for name, value in sorted(active.items()))
@@ -141,11 +146,13 @@ def refuse_active(hf: Mapping[str, Any], name: str, inactive: tuple[Any, ...] = 
     """Refuse a known field with an unsupported value.
 
     Raises:
-        CheckpointError: the field is there with a value other than `inactive`.
+        CheckpointError: the field has a value other than `inactive`, or is missing where None is not among them.
     """
-    if hf.get(name) not in inactive:
-        allowed = ", ".join(repr(value) for value in inactive)
-        raise CheckpointError(f"config.json: {name} is {hf[name]!r}, which is not supported (allowed: {allowed})")
+    value = hf.get(name)
+    if value not in inactive:
+        allowed = ", ".join(repr(one) for one in inactive)
+        said = f"is {value!r}, which is not supported" if name in hf else "is missing; defaults are never guessed"
+        raise CheckpointError(f"config.json: {name} {said} (allowed: {allowed})")
 
 
 def refuse_other_attention(hf: Mapping[str, Any]) -> None:

@@ -31,14 +31,20 @@ COPIED_FILES = (
     "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
+    "tekken.json",
     "tiktoken.model",
     "tokenizer.json",
     "tokenizer.model",
+    "tokenizer.model.v*",
     "tokenizer_config.json",
     "vocab.json",
     "vocab.txt",
 )
-"""Taken from the source folder where it has them; and its modules and templates, see `copied_files`."""
+"""Patterns of what is taken from the source folder where it has it; and its modules and templates, see `copied_files`.
+
+Mistral's own tokenizer, which transformers takes for Mixtral where mistral-common is installed, reads `tekken.json`,
+else the last `tokenizer.model.v*`, whose name says how prompts are written; `tokenizer.model` alone is version 1.
+"""
 TEMPLATES = "additional_chat_templates"
 """A folder where transformers keeps chat templates that have names, one a file."""
 FOREIGN_SECONDS = 86400.0

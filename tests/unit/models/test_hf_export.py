@@ -78,6 +78,18 @@ def test_a_tokenizer_of_the_folders_own_code_comes_along(tmp_path, source):
     assert kimi.keys() <= manifest["files"].keys()
 
 
+def test_the_tokenizer_that_engines_take_for_mixtral_comes_along(tmp_path, source):
+    """mistral-common takes `tekken.json`, or the last version; with `tokenizer.model` alone prompts are the first's."""
+    names = ("tokenizer.model", "tokenizer.model.v3", "tekken.json")
+    for name in names:
+        (source / name).write_text(name)
+    (source / "tokenizer.model.bak").write_text("mine")
+    write_hf_folder(tmp_path / "out", WEIGHTS.items(), source, record={})
+    found = content(tmp_path / "out")
+    assert {name: found[name] for name in names} == {name: name.encode() for name in names}
+    assert "tokenizer.model.bak" not in found
+
+
 LINKED = [*COPIED_FILES, "modeling.py", "additional_chat_templates/tool_use.jinja"]
 
 

@@ -150,6 +150,9 @@ def test_a_missing_head_dim_is_hidden_over_heads():
         ({"attention_bias": True}, "attention_bias is True, which is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'.*allowed: 'silu'"),
+        ({"hidden_act": ...}, r"hidden_act is missing; defaults are never guessed \(allowed: .silu.\)"),
+        ({"is_causal": False}, r"is_causal is False, which is not supported \(allowed: True\)"),
+        ({"is_causal": None}, "is_causal is None"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types has \['sliding_attention'\]"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling has type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6}}, "rope_parameters has type 'linear'"),
@@ -179,7 +182,7 @@ def test_what_is_not_supported_is_refused_by_name(changes, message):
 
 
 def test_unknown_fields_that_are_off_are_let_through():
-    assert settings(new_feature=False, other=None, more=[]) == settings()
+    assert settings(new_feature=False, other=None, more=[], is_causal=True) == settings()
 
 
 def test_unknown_architectures_and_families():
