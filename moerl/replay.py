@@ -149,7 +149,7 @@ def compare_gradients(oracle: Mapping[str, Tensor], learner: Mapping[str, Tensor
 
 def _replayed(micro: MicroBatch, routing: str) -> tuple[Tensor | None, Tensor | None]:
     if routing == "R3":
-        return micro.routes, micro.has_route
+        return None if micro.routes is None else micro.routes.long(), micro.has_route
     if routing != "R2" or micro.old_routes is None:
         return None, None
     return micro.old_routes.long(), None
@@ -204,7 +204,7 @@ def _router_shift(out: ModelOutput, micro: MicroBatch, routing: str) -> Tensor:
     active = micro.old_routes.long()
     if routing == "R3" and micro.routes is not None:
         has_route = torch.ones_like(micro.mask) if micro.has_route is None else micro.has_route
-        active = torch.where(has_route[:, None, None], micro.routes, active)
+        active = torch.where(has_route[:, None, None], micro.routes.long(), active)
     new = out.router_probs.detach().clamp(min=PROBABILITY_FLOOR).log().gather(-1, active)
     old = micro.old_router_logprobs.clamp(min=torch.tensor(PROBABILITY_FLOOR).log().item())
     gamma = (-(new - old).abs().mean((-1, -2))).exp()

@@ -185,7 +185,7 @@ def _pack(samples: Sequence[Sample], shares: Mapping[str, np.ndarray], device: t
         advantages=put(np.concatenate([s.advantages for s in samples]), torch.float32),
         temperature=put(np.repeat([float(s.temperature) for s in samples], lengths), torch.float32),
         weights=as_token_weights({term: put(values, torch.float32) for term, values in weights.items()}),
-        routes=None if routes is None else put(routes, torch.int64),
+        routes=None if routes is None else torch.from_numpy(routes).to(device),  # as small as it came
         has_route=None if has_route is None else put(has_route, torch.bool),
         support=_support(samples, put),
         rollout_top_ids=None if top is None else put(top[0], torch.int64),
