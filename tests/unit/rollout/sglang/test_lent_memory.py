@@ -290,7 +290,7 @@ def test_a_run_that_ends_asks_a_server_that_was_started_anew_for_nothing(tmp_pat
 
 @pytest.mark.parametrize("kind", ["hang", "drop"])
 def test_a_run_ends_though_a_server_does_not_take_its_memory(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(lending, "GIVE_BACK_SECONDS", 0.3)
+    monkeypatch.setattr(lending, "GIVE_BACK_SECONDS", 2.0)
     with FakeServer(LENDS) as a, FakeServer(LENDS) as b:
         with pytest.raises(ZeroDivisionError), engine_over(tmp_path, a, b, transport="disk") as engine:
 
