@@ -111,7 +111,6 @@ def test_what_waits_does_not_fail_while_a_server_is_being_started():
         np.testing.assert_array_equal(asyncio.run(main()).token_ids, should_sample(PROMPT, 6, seed=1)[0])
 
 
-@pytest.mark.parametrize("comes_up", [True, False])
 def test_a_start_that_the_system_refuses_is_tried_again():
     """As where no more files can be opened; before, nobody looked after that server any more."""
     tries = []
@@ -133,6 +132,7 @@ def test_a_start_that_the_system_refuses_is_tried_again():
     assert len(tries) >= 2
 
 
+@pytest.mark.parametrize("comes_up", [True, False])
 def test_servers_that_are_started_again_and_again_are_not_waited_for_without_an_end(comes_up):
     with FakeServer(faults=DEAD) as server:
 
