@@ -212,7 +212,7 @@ def _rooms(
         token_credit=token_credit,
         policy=_learner(cfg, policy),
         objective=objective,
-        publish=around.publish,
+        publish=_with_room(team, around.publish) if releases_memory(cfg) else around.publish,
         evaluator=around.evaluator,
         probe=probe,
         start_probe=lambda: probe.start(share.whole(around.draw_probe(), num_data_ranks)),
@@ -237,6 +237,20 @@ def _lending(team: Team, lend: Callable[[], None]) -> Callable[[], None]:
         team.meet()
 
     return lend_memory
+
+
+def _with_room(team: Team, publish: Callable[[], Metrics]) -> Callable[[], Metrics]:
+    """Before servers take their memory again, every rank gives back what its allocator keeps for later.
+
+    What learning took at its peak would stay with this process, and SGLang dies where it finds no room.
+    """
+
+    def publish_with_room() -> Metrics:
+        torch.cuda.empty_cache()
+        team.meet()
+        return publish()
+
+    return publish_with_room
 
 
 Advantages = Callable[[CreditInputs], tuple[Tensor, Metrics]]

@@ -6,11 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from served_runs import SERVED, SMALL
 
 from moerl.build import build_run
 from moerl.configure import load
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, NumericsError
 from moerl.loop import train
 from moerl.rollout.fake_engine.serving import FakeServer
 
@@ -20,6 +21,7 @@ STEP = [
     "/update_weight_version",
     "/release_memory_occupation",
     "learns",
+    "makes room",
     "/resume_memory_occupation",
     "/pause_generation",
     "/update_weights_from_disk",
@@ -30,7 +32,7 @@ STEP = [
 ]
 
 
-def test_memory_is_lent_after_the_rollout_and_taken_back_weights_first(tmp_path):
+def test_memory_is_lent_after_the_rollout_and_taken_back_weights_first(tmp_path, monkeypatch):
     with FakeServer(replace(SERVED, memory_saver=True)) as server:
         engine = json.dumps({"name": "sglang", "urls": [server.url], "release_memory": True})
         place = [f"rollout.engine={engine}", f"run.output_dir={tmp_path}", "run.name=run"]
@@ -44,7 +46,11 @@ def test_memory_is_lent_after_the_rollout_and_taken_back_weights_first(tmp_path)
             server.call(lambda app: app.state.calls.append("learns"))
             return update(batch, objective)
 
+        def makes_room():  # or what learning took at its peak would stay with the learner's allocator
+            server.call(lambda app: app.state.calls.append("makes room"))
+
         run.rooms.policy.update = learns
+        monkeypatch.setattr(torch.cuda, "empty_cache", makes_room)
         try:
             train(run.rooms, run.schedule, run.resume_from)
         finally:
@@ -71,4 +77,30 @@ def test_a_run_on_a_server_that_lends_to_a_run_that_ended_does_nothing(tmp_path)
             run.close()
         assert server.state()["calls"] == []
         assert set(server.state()["counts"]) == {"/model_info"}
+        assert server.state()["num_restarts"] == 0
+
+
+def test_a_learner_that_fails_while_memory_is_lent_leaves_servers_that_another_run_can_use(tmp_path):
+    with FakeServer(replace(SERVED, memory_saver=True)) as server:
+        engine = json.dumps({"name": "sglang", "urls": [server.url], "release_memory": True})
+        for name in ("first", "second"):
+            place = [f"rollout.engine={engine}", f"run.output_dir={tmp_path}", f"run.name={name}", "run.num_steps=1"]
+            run = build_run(load("configs/demo/gspo.yaml", [*SMALL, *place]))
+            assert run is not None
+
+            def fails(batch, objective):
+                assert server.state()["released"] == ["kv_cache", "weights"]
+                raise NumericsError("the loss is not finite")
+
+            try:
+                if name == "first":
+                    run.rooms.policy.update = fails
+                    with pytest.raises(NumericsError, match="step 1: the loss is not finite"):
+                        train(run.rooms, run.schedule, run.resume_from)
+                else:
+                    train(run.rooms, run.schedule, run.resume_from)
+            finally:
+                run.close()
+            assert server.state()["released"] == []
+        assert server.state()["label"] == "1"
         assert server.state()["num_restarts"] == 0

@@ -286,12 +286,14 @@ class SglangEngine:
     async def _connect_once(self) -> None:
         """Launch what is to be launched, and look at every server."""
         from moerl.rollout.sglang.client import ClientTimeouts, SglangClient
+        from moerl.rollout.sglang.connection import allow_sockets
         from moerl.rollout.sglang.dispatcher import Dispatcher, DispatchSettings
         from moerl.rollout.sglang.updates import Updates
         from moerl.rollout.sglang.watch import Watch, WatchSettings
         from moerl.rollout.sglang.wire import Expected
 
         cfg, model = self._cfg, self._model
+        allow_sockets(self.max_concurrency)
         if self._launched is not None:
             await asyncio.to_thread(self._launched.start)
         timeouts = ClientTimeouts(
@@ -361,6 +363,8 @@ class SglangEngine:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        if self._updates is not None and self._launched is None:  # those that were launched here are about to end
+            await self._updates.give_back()
         if self._dispatcher is not None:
             await self._dispatcher.close()
         for client in self._clients:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import resource
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +24,11 @@ MAX_WORDS_BYTES = 1 << 16
 IDLE_SECONDS = 2.0
 """A connection that nobody used for longer is not used again: SGLang closes its side after 5 s
 (SGLANG_TIMEOUT_KEEP_ALIVE), and a request that crosses with that looks like a server that died."""
+
+SPARE_HANDLES = 1024
+"""Open files beside the requests' sockets: the run's own, aborts, health checks."""
+
+logger = logging.getLogger(__name__)
 
 _BUSY = (429, 503)
 _LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, asyncio.IncompleteReadError)
@@ -44,6 +51,27 @@ def check_url(url: str, *, where: str = "server URL") -> str:
     if not plain or parts.path not in {"", "/"} or port == 0:
         raise ConfigError(f"{where} is {url!r}, but must be a host alone, like http://127.0.0.1:30000")
     return url.rstrip("/")
+
+
+def allow_sockets(number: int) -> None:
+    """Let this process have `number` sockets at once; says so where the system allows fewer.
+
+    Many systems begin with 1,024 open files. Beyond them a new connection fails as if its server were gone.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = number + SPARE_HANDLES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    most = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < needed:
+        logger.warning(
+            "up to %d requests run at once, and this process may open %d files: beyond that servers look dead. Raise "
+            "the limit (ulimit -Hn) to %d, or lower rollout.engine.requests_per_server",
+            number,
+            hard,
+            needed,
+        )
 
 
 class Connection:

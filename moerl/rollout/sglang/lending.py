@@ -3,21 +3,27 @@
 From before its memory goes until all of it is back, a server's label is none of weights but the lending's own: an
 update that comes in between goes under that one too (`SglangClient.held_label`). So a server that says otherwise was
 started anew and has all of its memory, and one that says so at the start of a run was left by a run that ended.
+
+A run that ends while servers lend gives back what it can (`give_back`). Their weights are lost then, and their label
+says that too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Sequence
 
-from moerl.errors import WeightSyncError
+from moerl.errors import MoerlError, WeightSyncError
 from moerl.rollout.sglang.client import MemoryTag, SglangClient
-from moerl.rollout.sglang.suited import LENT
+from moerl.rollout.sglang.suited import EMPTY, LENT
 
 logger = logging.getLogger(__name__)
 
 TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
+GIVE_BACK_SECONDS = 30.0
+"""For all servers at the end of a run: nothing waits for their memory then but the next run."""
 
 
 class Lending:
@@ -27,6 +33,8 @@ class Lending:
         """Nothing is lent."""
         self._lent: dict[SglangClient, set[MemoryTag]] = {}
         """What each server released and was not asked for again: of anything else SGLang dies when it is asked."""
+        self._asked: set[SglangClient] = set()
+        """Those whose last call to take memory again was not answered: they may have it or not."""
         self._label = f"{LENT}{secrets.token_hex(4)}"
 
     async def lend(self, client: SglangClient) -> None:
@@ -43,21 +51,27 @@ class Lending:
             await client.release_memory(tags)
             self._note(client, lent | set(tags))
 
+    async def look(self, client: SglangClient) -> None:
+        """Before an update, which would put the lending's label on a process that lent nothing: is it still the one?
+
+        Raises:
+            MoerlError: it does not say.
+        """
+        if self._lent.get(client) and (await client.model_info()).weight_version != self._label:
+            logger.warning("%s was started anew while its memory was released", client.url)
+            self.forget(client)
+
     async def take_back(self, client: SglangClient, tags: Sequence[MemoryTag]) -> None:
         """Those of `tags` that it lent.
 
         Raises:
             MoerlError: it did not take them.
         """
+        await self.look(client)
         lent: set[MemoryTag] = self._lent.get(client, set())
-        if not lent:
-            return
-        if (await client.model_info()).weight_version != self._label:
-            logger.warning("%s was started anew while its memory was released", client.url)
-            self.forget(client)
-            return
         wanted: list[MemoryTag] = [tag for tag in tags if tag in lent]
         if wanted:
+            self._asked.add(client)
             await client.resume_memory(wanted)
             self._note(client, lent.difference(wanted))
 
@@ -74,12 +88,33 @@ class Lending:
             await client.relabel(str(version))
             await _check_label(client, str(version), version)
 
+    async def give_back(self) -> None:
+        """The run ends: every server that lends takes all of its memory again, as far as it answers in time.
+
+        They stay paused, and their label says that they have no weights: the next run has to publish before it asks.
+        One of which it is not known whether it took its memory already keeps the lending's label. Raises nothing.
+        """
+
+        async def ask(client: SglangClient) -> None:
+            try:
+                async with asyncio.timeout(GIVE_BACK_SECONDS):
+                    await self.take_back(client, TAGS)
+                    if (await client.model_info()).weight_version == self._label:
+                        await client.relabel(f"{EMPTY}{secrets.token_hex(4)}")
+            except (MoerlError, TimeoutError) as error:
+                why = str(error) or "no answer"
+                logger.warning("%s may still lend its memory (%s): start it anew", client.url, why)
+
+        lent = [client for client, tags in self._lent.items() if tags]
+        await asyncio.gather(*(ask(client) for client in lent if client not in self._asked))
+
     def forget(self, client: SglangClient) -> None:
         """Its process is a new one, with all of its memory."""
         self._note(client, set())
 
     def _note(self, client: SglangClient, lent: set[MemoryTag]) -> None:
         self._lent[client] = lent
+        self._asked.discard(client)
         client.held_label = self._label if lent else None
 
 

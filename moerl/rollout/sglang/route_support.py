@@ -68,6 +68,16 @@ def refuse_without_routes(url: str, info: ServerInfo) -> None:
             f"{url} has --moe-a2a-backend {exchange}, with which SGLang returns the routes of a part of the tokens "
             f"(R3); start it with one of {', '.join(EXCHANGES_WITH_ROUTES)}"
         )
+    if info.values.get("enable_hierarchical_cache") is True:
+        raise RolloutError(
+            f"{url} has --enable-hierarchical-cache: the routes of a prefix that comes back from the host tier are "
+            "stale (R3); start it without"
+        )
+    if (algorithm := info.values.get("speculative_algorithm")) is not None:
+        raise RolloutError(
+            f"{url} has --speculative-algorithm {algorithm}, whose draft model's router may be noted in the place of "
+            "layer 0's (R3); start it without"
+        )
     if num_stages(info) > 1:
         raise RolloutError(
             f"{url} has --pp-size {num_stages(info)}, but only the first stage's routes come back (R3); start it with "

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 TESTED_VERSION = "0.5.23"
 LENT = "lent-"
 """The label of a server begins with it while the learner has memory of it (`lending.py`)."""
+EMPTY = "empty-"
+"""The label of a server begins with it while its weights are lost: it lent them to a run that ended."""
 
 
 async def look_at_servers(
@@ -68,7 +70,8 @@ async def look_at_servers(
         if label.isdigit() and int(label) != first_version:
             label = f"start-{secrets.token_hex(4)}"
             await client.relabel(label)
-        labels[label] = first_version
+        if not label.startswith(EMPTY):  # what it samples is of no policy until something is published
+            labels[label] = first_version
         infos.append(info)
     return labels, infos
 

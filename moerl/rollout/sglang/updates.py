@@ -202,6 +202,10 @@ class Updates:
         """For the watch: what a server that comes back has not yet taken again, before anything runs there."""
         await self._lending.take_back(client, TAGS)
 
+    async def give_back(self) -> None:
+        """The run ends, and servers that go on have their memory again. Raises nothing of theirs."""
+        await self._lending.give_back()
+
     def note_restart(self, client: SglangClient) -> None:
         """Its process is a new one: with all of its memory, and the weights of its start, whatever their label says."""
         self._lending.forget(client)
@@ -234,6 +238,7 @@ class Updates:
         if not self._has_lock:
             await self._lock.acquire()
             self._has_lock = True
+            await self._dispatcher.on_each(self._lending.look, "say whose label it has")
 
     def _leave_lock(self) -> None:
         if self._has_lock:

@@ -213,7 +213,7 @@ class Watch:
         try:
             if await self._revive(member.client.index, is_hung) and is_waited_for:
                 self._last_start = time.monotonic()
-        except MoerlError as error:
+        except (MoerlError, OSError) as error:  # what the system refuses now, it may allow at the next try
             logger.warning("%s was not started anew (%s)", member.name, error)
         finally:
             self._num_starting -= is_waited_for

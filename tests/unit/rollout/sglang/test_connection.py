@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+
+import pytest
 
 from moerl.rollout.sglang import connection
-from moerl.rollout.sglang.connection import Connection
+from moerl.rollout.sglang.connection import SPARE_HANDLES, Connection, allow_sockets
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -43,3 +46,24 @@ def test_a_connection_that_lay_idle_is_not_used_again(monkeypatch):
 
 def test_what_is_idle_is_left_before_sglang_closes_it():
     assert connection.IDLE_SECONDS < 5, "the default of SGLANG_TIMEOUT_KEEP_ALIVE in 0.5.23"
+
+
+@pytest.mark.parametrize(
+    ("limits", "becomes"),
+    [
+        ((1024, 1 << 20), (16384 + SPARE_HANDLES, 1 << 20)),
+        ((1024, resource.RLIM_INFINITY), (16384 + SPARE_HANDLES, resource.RLIM_INFINITY)),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+        ((1 << 20, 1 << 20), None),
+        ((1024, 4096), (4096, 4096)),
+    ],
+)
+def test_64_servers_of_256_requests_each_may_have_their_sockets(monkeypatch, caplog, limits, becomes):
+    """Most systems begin with 1,024 open files; a socket beyond them fails as if its server were gone."""
+    made = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: made.append((which, new)))
+    allow_sockets(64 * 256)
+    assert made == ([] if becomes is None else [(resource.RLIMIT_NOFILE, becomes)])
+    words = "up to 16384 requests run at once, and this process may open 4096 files"
+    assert (words in caplog.text) == (limits[1] == 4096)

@@ -111,6 +111,27 @@ def test_what_waits_does_not_fail_while_a_server_is_being_started():
         np.testing.assert_array_equal(asyncio.run(main()).token_ids, should_sample(PROMPT, 6, seed=1)[0])
 
 
+def test_a_start_that_the_system_refuses_is_tried_again():
+    """As where no more files can be opened; before, nobody looked after that server any more."""
+    tries = []
+    with FakeServer(faults=DEAD) as server:
+
+        async def revive(index, is_hung):
+            tries.append(index)
+            if len(tries) == 1:
+                raise OSError(24, "Too many open files")
+            server.set_faults()
+            return True
+
+        async def main():
+            soon = WatchSettings(first_probe_seconds=0.02, longest_probe_seconds=0.1, no_server_seconds=5.0)
+            async with dispatching([server], watch=True, watch_settings=soon, revive=revive) as d:
+                return await d.generate(PROMPT, SamplingParams(6, seed=1), "p#0")
+
+        np.testing.assert_array_equal(asyncio.run(main()).token_ids, should_sample(PROMPT, 6, seed=1)[0])
+    assert len(tries) >= 2
+
+
 @pytest.mark.parametrize("comes_up", [True, False])
 def test_servers_that_are_started_again_and_again_are_not_waited_for_without_an_end(comes_up):
     with FakeServer(faults=DEAD) as server:

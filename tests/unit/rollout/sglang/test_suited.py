@@ -16,6 +16,8 @@ RUNNING = [
         for name in RUNNERS_WITHOUT_ROUTES
     ),
     ({"moe_a2a_backend": "mooncake"}, "--moe-a2a-backend mooncake, .* start it with one of none, deepep, deepep_v2"),
+    ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache: the routes of a prefix .* start it without"),
+    ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE, whose draft model's router .* without"),
     ({"pp_size": 2}, "--pp-size 2, but only the first stage's routes come back"),
 ]
 CONFIGURED = [
@@ -42,7 +44,8 @@ def test_a_running_server_whose_routes_are_others_is_refused(values, words):
 
 @pytest.mark.parametrize("exchange", EXCHANGES_WITH_ROUTES)
 def test_those_whose_routes_are_right_are_not(exchange):
-    look(moe_runner_backend="triton", moe_a2a_backend=exchange, pp_size=1)
+    look(moe_runner_backend="triton", moe_a2a_backend=exchange, pp_size=1, enable_hierarchical_cache=False)
+    look(speculative_algorithm=None)
     look()
 
 
