@@ -307,7 +307,7 @@ class MicroBatch:
     """[t] float32."""
     weights: TokenWeights
     routes: Tensor | None = None
-    """[t, l, k] uint8 or int16, as `Sample` has them: experts of the rollout, row j the forward of token j (not shifted)."""
+    """[t, l, k] uint8 or int16, as in `Sample`: experts of the rollout, row j the forward of token j (not shifted)."""
     has_route: Tensor | None = None
     """[t] bool."""
     support: PackedSupport | None = None

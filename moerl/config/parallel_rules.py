@@ -9,7 +9,7 @@ from moerl.config.schema import RunConfig
 
 
 def fp8(cfg: RunConfig) -> Iterator[str]:
-    """Without Transformer Engine a dense megatron model silently trains in full precision; with it none was seen yet."""
+    """Without Transformer Engine a dense megatron model silently trains in full precision; with it, none was seen."""
     if cfg.precision.fp8 != "none":
         yield f"precision.fp8={cfg.precision.fp8}: this version trains in fp32 or bf16; set precision.fp8=none"
 

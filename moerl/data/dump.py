@@ -8,9 +8,9 @@ Layout. `header`: uint8 [bytes], UTF-8 JSON with
     extra                   what the caller added (any JSON)
 
 and for micro-batch j of minibatch i, one array `m<i>.<j>.<field>` for each of its `fields`, with the shapes that
-`moerl.types.MicroBatch` states; dtypes int64, int32 (`cu_seqlens`), uint8 or int16 (`routes`, `old_routes`), bool, float32
-(bfloat16 tensors are widened), float64. `weights.<term>` is stored once per distinct tensor: a term that is not listed
-shares `weights.policy`. `support.ids` and `support.offsets` are there only where the support is.
+`moerl.types.MicroBatch` states; dtypes int64, int32 (`cu_seqlens`), uint8 or int16 (`routes`, `old_routes`), bool,
+float32 (bfloat16 tensors are widened), float64. `weights.<term>` is stored once per distinct tensor: a term that is not
+listed shares `weights.policy`. `support.ids` and `support.offsets` are there only where the support is.
 """
 
 from __future__ import annotations

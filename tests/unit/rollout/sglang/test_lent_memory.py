@@ -292,15 +292,20 @@ def test_a_run_that_ends_asks_a_server_that_was_started_anew_for_nothing(tmp_pat
 def test_a_run_ends_though_a_server_does_not_take_its_memory(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(lending, "GIVE_BACK_SECONDS", 2.0)
     with FakeServer(LENDS) as a, FakeServer(LENDS) as b:
-        with pytest.raises(ZeroDivisionError), engine_over(tmp_path, a, b, transport="disk") as engine:
 
-            async def until_it_ends():
-                await publish(engine, 1)
-                await engine.set_memory(released=True)
+        def fails():
+            with engine_over(tmp_path, a, b, transport="disk") as engine:
 
-            asyncio.run(until_it_ends())
-            b.set_faults({"kind": kind, "endpoint": "/resume_memory_occupation", "times": -1})
-            raise ZeroDivisionError  # what ended the run is what is told
+                async def until_it_ends():
+                    await publish(engine, 1)
+                    await engine.set_memory(released=True)
+
+                asyncio.run(until_it_ends())
+                b.set_faults({"kind": kind, "endpoint": "/resume_memory_occupation", "times": -1})
+                raise ZeroDivisionError  # what ended the run is what is told
+
+        with pytest.raises(ZeroDivisionError):
+            fails()
         assert b.state()["counts"]["/resume_memory_occupation"] == 1
         assert a.state()["released"] == []
         assert b.state()["label"].startswith("lent-")
