@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from fake_servers import LAYOUT, prompt_of, should_sample
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from scheduled_rollouts import Draws
@@ -260,6 +260,10 @@ class Training(RuleBasedStateMachine):
 
 
 Training.TestCase.settings = settings(
-    max_examples=8, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=12,
+    stateful_step_count=14,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a failure may be a wait of a minute: not to be made shorter
 )
 TestTraining = Training.TestCase
