@@ -36,7 +36,7 @@ def source(tmp_path) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -151,6 +151,7 @@ def test_a_link_that_weights_do_not_vouch_for_is_refused(tmp_path, source, name,
     (tmp_path / "other" / "w").parent.mkdir(exist_ok=True)
     (tmp_path / "other" / "w").write_bytes(b"weights")
     if weights is not None:
+        (source / weights).unlink(missing_ok=True)
         (source / weights).symlink_to(tmp_path / "other" / "w")
     (source / name).parent.mkdir(exist_ok=True)
     (source / name).unlink(missing_ok=True)
