@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moerl.convert.building import Building, Built, PlannedFile, Show, planned_files
-from moerl.convert.layouts import Layout, pieces_by_rank
+from moerl.convert.layouts import Layout, pieces_by_ranks
 from moerl.convert.places import Place
 from moerl.convert.precision import cast, check_stacked, check_written, dtype_of
 from moerl.errors import ConfigError
@@ -74,16 +75,19 @@ def import_checkpoint(
     copied_files(place.settings)
     source = place.open(options.allowed)
     rules = place.family.weight_rules(place.hf)
-    ranks = list(pieces_by_rank(rules, layout))
+    groups = list(pieces_by_ranks(rules, layout).values())
     dtypes = {rule.megatron_name: dtype_of(rule, source, options.dtype) for rule in rules}
     check_written(dtypes)
-    check_stacked((piece.key, piece.rule, dtypes[piece.rule.megatron_name]) for held in ranks for piece in held)
+    check_stacked((piece.key, piece.rule, dtypes[piece.rule.megatron_name]) for held in groups for piece in held)
     files: list[PlannedFile] = []
     contents: list[Sequence[Piece]] = []
-    for held in ranks:
+    for held in groups:
+        followers = frozenset(b.name for a, b in itertools.pairwise(held) if _read_for(a) == _read_for(b))
         described = [Described(piece.name, dtypes[piece.rule.megatron_name], piece.extent) for piece in held]
         start = len(files)
-        made, spans = planned_files(described, options.max_file_bytes, lambda i, s=start: _file_name(s + i))
+        made, spans = planned_files(
+            described, options.max_file_bytes, lambda i, s=start: _file_name(s + i), followers=followers
+        )
         files += [file for file in made if file.tensors]
         contents += [[held[i] for i in span] for span in spans if span]
     parts, carried = _Parts(source), place.carried(options.allowed)
@@ -110,8 +114,19 @@ def import_checkpoint(
     return building.build(make, finish, threads=options.threads, show=show)
 
 
+def _read_for(piece: Piece) -> tuple[str, ...]:
+    """The tensors of the source that a box is cut from; boxes of the same ones lie in one file, which reads them once.
+
+    Of gate and up, which lie one after the other, only the one it is of.
+    """
+    rule = piece.rule
+    if not isinstance(rule, GateUp):
+        return rule.hf_names
+    return (rule.hf_names[piece.start[0] // (rule.megatron_shape()[0] // rule.num_blocks)],)
+
+
 class _Parts:
-    """Reads boxes of parameters; threads may share one."""
+    """Reads boxes of parameters, and those of the same tensors that follow one another once; threads may share one."""
 
     def __init__(self, source: WeightSource) -> None:
         """`source` under on-disk names."""
@@ -119,21 +134,23 @@ class _Parts:
         self._last = threading.local()
 
     def read(self, piece: Piece) -> Tensor:
-        """The box, with as many axes as the tensor in the files; of gate and up only the one it is of is read."""
-        rule = piece.rule
+        """The box, with as many axes as the tensor in the files; often a view of what is kept for the next ones."""
+        rule, names = piece.rule, _read_for(piece)
+        whole = self._whole(rule, names)
         if not isinstance(rule, GateUp):
-            return piece.cut(self._whole(rule))
-        rows = rule.megatron_shape()[0] // rule.num_blocks
-        block, first = divmod(piece.start[0], rows)
-        part = self._source.get(rule.hf_names[block])[first : first + piece.size[0]]
+            return piece.cut(whole)
+        first = piece.start[0] % whole.shape[0]
+        part = whole[first : first + piece.size[0]]
         return part if rule.expert is None else part[None]
 
-    def _whole(self, rule: Rule) -> Tensor:
+    def _whole(self, rule: Rule, names: tuple[str, ...]) -> Tensor:
+        """The parameter, or the one of gate and up that is in `names`."""
         last = vars(self._last).get("found")
-        if last is None or last[0] != rule.megatron_name:
-            whole = rule.to_megatron({name: self._source.get(name) for name in rule.hf_names})
-            last = (rule.megatron_name, whole)
-            self._last.found = last
+        if last is None or last[0] != names:
+            last = self._last.found = None  # gone before the next one comes
+            tensors = {name: self._source.get(name) for name in names}
+            whole = tensors[names[0]] if isinstance(rule, GateUp) else rule.to_megatron(tensors)
+            last = self._last.found = (names, whole)
         return last[1]
 
 

@@ -1,4 +1,4 @@
-"""How a layout cuts a model into ranks: the boxes that each of them holds, without a process or a model.
+"""How a layout cuts a model into ranks: the boxes that they hold, without a process or a model.
 
 The order of ranks is megatron's: tensor fastest, then data (experts: expert tensor, then expert), pipeline slowest.
 """
@@ -6,7 +6,7 @@ The order of ranks is megatron's: tensor fastest, then data (experts: expert ten
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from moerl.config.stages import StageSplit, as_option
@@ -17,7 +17,7 @@ from moerl.models.sharded import Piece, ShardedNames
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the axes. Any reader lays a checkpoint out anew; in its own layout a rank reads the fewest files."""
+    """Sizes of the axes. Any reader lays a checkpoint out anew; in its own layout a rank reads few files."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -62,8 +62,11 @@ class Layout:
         )
 
 
-def pieces_by_rank(rules: Sequence[Rule], layout: Layout) -> Iterator[list[Piece]]:
-    """What each rank writes, in the order of ranks; every box of the model once.
+def pieces_by_ranks(rules: Sequence[Rule], layout: Layout) -> dict[tuple[int, ...], list[Piece]]:
+    """Ranks that share parameters among them -> all boxes of these; every box of the model once.
+
+    Parameters come in the order of `rules`, and the boxes of one together, as they lie in it, so that whoever writes
+    them one after another reads its tensors once. Of ranks that hold the same, only the first are named.
 
     Raises:
         ConfigError: sizes that do not divide what they cut.
@@ -72,23 +75,17 @@ def pieces_by_rank(rules: Sequence[Rule], layout: Layout) -> Iterator[list[Piece
     experts = 1 + max((rule.expert for rule in rules if rule.expert is not None), default=-1)
     _check(layout, layers, experts)
     names = ShardedNames(rules)
-    for rank in range(layout.world_size):
-        stage, inner = divmod(rank, layout.stage_ranks)
-        held: list[Piece] = []
-        for rule in rules:
-            if _stage_of(rule, layout, layers) != stage:
-                continue
-            if rule.expert is None:
-                share, size, is_mine = inner % layout.tensor, layout.tensor, inner < layout.tensor
-                is_mine = is_mine if rule.tensor_axis is not None else inner == 0
-            else:
-                share, size = inner % layout.expert_tensor, layout.expert_tensor
-                owner = rule.expert // (experts // layout.expert)
-                is_mine = inner // layout.expert_tensor == owner
-                is_mine = is_mine and (rule.tensor_axis is not None or share == 0)
-            if is_mine:
-                held += names.pieces(rule, share, size)
-        yield held
+    found: dict[tuple[int, ...], list[Piece]] = {}
+    for rule in rules:
+        first = _stage_of(rule, layout, layers) * layout.stage_ranks
+        size = layout.tensor
+        if rule.expert is not None:
+            size = layout.expert_tensor
+            first += rule.expert // (experts // layout.expert) * size
+        shares = range(size) if rule.tensor_axis is not None else (0,)
+        boxes = [piece for share in shares for piece in names.pieces(rule, share, size)]
+        found.setdefault(tuple(range(first, first + size)), []).extend(sorted(boxes, key=lambda piece: piece.start))
+    return found
 
 
 def _stage_of(rule: Rule, layout: Layout, layers: int) -> int:

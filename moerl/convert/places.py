@@ -19,7 +19,7 @@ from moerl.errors import CheckpointError, ConfigError
 from moerl.manifest import HF_MANIFEST, MANIFEST, PARTS_SUM, read_manifest
 from moerl.models.carried import NOTHING_CARRIED, Carried, missing_warning, open_carried
 from moerl.models.family import PREDICTION, HFConfig, ModelFamily, family_of
-from moerl.models.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder, WeightSource, checked_source, read_config
+from moerl.models.hf_folder import HFFolder, WeightSource, checked_source, read_config, weight_files
 from moerl.models.quantised import cache_scales, quantisation_of
 from moerl.models.repeated import repeated_in
 from moerl.models.sharded import open_weights
@@ -159,9 +159,7 @@ class Place:
     def files(self) -> list[Path]:
         """The files that hold weights."""
         if self.form == "huggingface":
-            single = self.weights / SINGLE_FILE
-            indexed = (self.weights / INDEX_FILE).is_file() or not single.is_file()
-            return sorted(self.weights.glob("*.safetensors")) if indexed else [single]
+            return weight_files(self.weights)
         return sorted([*self.weights.glob("rank_*"), *self.weights.glob("carried*")])
 
     def summed_files(self) -> dict[Path, dict[str, Any]]:

@@ -167,6 +167,8 @@ def family_of(hf: HFConfig, name: str = "auto") -> ModelFamily:
         return families.get(name).target()
     known = {other: families.get(other) for other in families.names()}
     listed = hf.get("architectures") or []
+    if not isinstance(listed, list) or any(type(one) is not str for one in listed):
+        raise CheckpointError(f"config.json: architectures is {listed!r}; a list of names is needed")
     found = [plugin for plugin in known.values() if set(plugin.traits["architectures"]) & set(listed)]
     if len(found) > 1:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from moerl.errors import CheckpointError
 from moerl.models.family import EXACT, FusedSlice, HFConfig, NoArguments, families
-from moerl.models.hf_config import refuse_active, refuse_unknown, required
+from moerl.models.hf_config import positive, refuse_active, refuse_unknown, required
 from moerl.models.moe_decoder import (
     COMMON_FIELDS,
     DecoderFamily,
@@ -42,10 +42,10 @@ def _read_shape(hf: HFConfig) -> DecoderShape:
     refuse_active(hf, "hidden_act", ("silu",))
     refuse_active(hf, "attention_bias", (True,))
     refuse_active(hf, "swiglu_alpha", (None, 1.702))
-    width = required(hf, int, "intermediate_size")
-    topk = required(hf, int, "num_experts_per_tok", "experts_per_token")
+    width = positive(hf, "intermediate_size")
+    topk = positive(hf, "num_experts_per_tok", "experts_per_token")
     sizes = attention_sizes({**hf, "moe_intermediate_size": width, "num_experts_per_tok": topk})
-    experts = required(hf, int, "num_local_experts")
+    experts = positive(hf, "num_local_experts")
     check_topk(topk, experts, "num_local_experts")
     return DecoderShape(
         **sizes,
@@ -59,13 +59,13 @@ def _read_shape(hf: HFConfig) -> DecoderShape:
 def _windows(hf: HFConfig, layers: int) -> dict[str, Any]:
     """Megatron settings: a window of w sees w - 1 tokens before its own."""
     kinds = hf.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {_WINDOWED, _FULL}:
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_WINDOWED, _FULL) for kind in kinds):
         raise CheckpointError(
             f"config.json: layer_types is {kinds!r}; {_WINDOWED!r} or {_FULL!r} for each of {layers} layers is needed"
         )
     if _WINDOWED not in kinds:
         return {}
-    window = required(hf, int, "sliding_window")
+    window = positive(hf, "sliding_window")
     return {"window_size": [window - 1, 0], "window_attn_skip_freq": [int(kind == _WINDOWED) for kind in kinds]}
 
 

@@ -123,6 +123,69 @@ def required(hf: Mapping[str, Any], kind: type[V], *names: str) -> V:
     return value
 
 
+def optional(hf: Mapping[str, Any], kind: type[V], name: str, default: V) -> V:
+    """The value of a field; `default` where it is absent or null.
+
+    Raises:
+        CheckpointError: the type is wrong.
+    """
+    return default if hf.get(name) is None else required(hf, kind, name)
+
+
+def positive(hf: Mapping[str, Any], *names: str) -> int:
+    """`required` of a size or a number of things: a whole number from 1.
+
+    Raises:
+        CheckpointError: as `required`, or it is below 1.
+    """
+    value = required(hf, int, *names)
+    if value < 1:
+        name = next(name for name in names if hf.get(name) is not None)
+        raise CheckpointError(f"config.json: {name} is {value}; it must be at least 1")
+    return value
+
+
+def count(hf: Mapping[str, Any], name: str) -> int:
+    """A number of things; 0 where the field is absent or null.
+
+    Raises:
+        CheckpointError: it is no whole number, or below 0.
+    """
+    value = optional(hf, int, name, 0)
+    if value < 0:
+        raise CheckpointError(f"config.json: {name} is {value}; it must be at least 0")
+    return value
+
+
+def listed(hf: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+    """The elements of a field that is a list; none where it is absent or null.
+
+    Raises:
+        CheckpointError: it is no list, or an element of another type.
+    """
+    value = hf.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or any(type(one) is not kind for one in value):
+        raise CheckpointError(f"config.json: {name} is {value!r}; a list of values of type {kind.__name__} is needed")
+    return value
+
+
+def rope_tables(hf: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The old and the new place of what is said of the rotation, by name; empty where that is off.
+
+    Raises:
+        CheckpointError: one is no JSON object.
+    """
+    tables: dict[str, Mapping[str, Any]] = {}
+    for place in ("rope_scaling", "rope_parameters"):
+        table = hf.get(place) or {}
+        if not isinstance(table, Mapping):
+            raise CheckpointError(f"config.json: {place} is {table!r}; a JSON object is needed, or null")
+        tables[place] = table
+    return tables
+
+
 def refuse_unknown(hf: Mapping[str, Any], known: frozenset[str]) -> None:
     """Refuse fields that neither `known` nor `GENERIC_FIELDS` nor `SAMPLING_FIELDS` lists, unless they are off (None,
     False, or empty); and `is_causal`, which is on where it is not said, where it is off.
@@ -156,8 +219,8 @@ def refuse_active(hf: Mapping[str, Any], name: str, inactive: tuple[Any, ...] = 
 
 
 def refuse_other_attention(hf: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where `layer_types` has anything but full attention."""
-    odd_types = sorted(set(hf.get("layer_types") or []) - {"full_attention"})
+    """Raises CheckpointError where `layer_types` is no list of names, or has anything but full attention."""
+    odd_types = sorted(set(listed(hf, "layer_types", str)) - {"full_attention"})
     if odd_types:
         raise CheckpointError(f"config.json: layer_types has {odd_types}, not supported (allowed: 'full_attention')")
 
@@ -167,10 +230,11 @@ def plain_rope_theta(hf: Mapping[str, Any]) -> float:
     (`rope_parameters`).
 
     Raises:
-        CheckpointError: no base anywhere, two that differ, a scaling type, or a partial rotation.
+        CheckpointError: as `rope_tables`; no base anywhere, two that differ, one that is no number, a scaling type, or
+            a partial rotation.
     """
-    for container in ("rope_scaling", "rope_parameters"):
-        refuse_active(hf.get(container) or {}, "partial_rotary_factor", (None, 1, 1.0))
+    for table in rope_tables(hf).values():
+        refuse_active(table, "partial_rotary_factor", (None, 1, 1.0))
     refuse_active(hf, "partial_rotary_factor", (None, 1, 1.0))
     return _rope_value(hf, "rope_theta")
 
@@ -194,12 +258,12 @@ def llama3_rope(hf: Mapping[str, Any]) -> tuple[float, float | None]:
         CheckpointError: as `plain_rope_theta`; another kind of scaling, or bounds of the scaled wavelengths other than
             those that megatron has built in.
     """
-    tables = {place: hf.get(place) or {} for place in ("rope_parameters", "rope_scaling")}
+    tables = rope_tables(hf)
     scaled = [table for table in tables.values() if table.get("rope_type", table.get("type")) == "llama3"]
     if not scaled:
         return plain_rope_theta(hf), None
-    table = scaled[0]
-    if scaled[-1] != table:
+    table = scaled[-1]
+    if scaled[0] != table:
         raise CheckpointError("config.json: rope_parameters and rope_scaling contradict each other; keep one of them")
     odd = {name: table.get(name) for name, value in LLAMA3_BOUNDS.items() if table.get(name) != value}
     if odd:
@@ -219,8 +283,7 @@ def llama3_rope(hf: Mapping[str, Any]) -> tuple[float, float | None]:
 
 def _rope_value(hf: Mapping[str, Any], name: str) -> float:
     found = {name: hf.get(name)}
-    for container in ("rope_scaling", "rope_parameters"):
-        values = hf.get(container) or {}
+    for container, values in rope_tables(hf).items():
         kind = values.get("rope_type", values.get("type", "default"))
         if kind != "default":
             raise CheckpointError(
@@ -230,7 +293,7 @@ def _rope_value(hf: Mapping[str, Any], name: str) -> float:
         if extra:
             raise CheckpointError(f"config.json: {container} has {', '.join(extra)}, which unscaled rope does not use")
         found[f"{container}.{name}"] = values.get(name)
-    given = {place: float(value) for place, value in found.items() if value is not None}
+    given = {place: required(found, float, place) for place, value in found.items() if value is not None}
     if not given:
         raise CheckpointError(
             f"config.json: {name} is missing (looked at the top level and in rope_parameters); add it"
@@ -244,11 +307,11 @@ def rope_values(hf: Mapping[str, Any]) -> dict[str, Any]:
     """All that config.json says of the rotation, from the old places and the new one, in one spelling.
 
     Raises:
-        CheckpointError: something is said twice, with two values.
+        CheckpointError: as `rope_tables`, or something is said twice, with two values.
     """
     values: dict[str, Any] = {}
     top = {name: hf.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    for place in (top, hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}):
+    for place in (top, *rope_tables(hf).values()):
         for field, value in place.items():
             name = "rope_type" if field == "type" else field
             if value is None:

@@ -232,18 +232,22 @@ def _own_files(source: Path, pattern: str) -> list[str]:
     """Names below `source` of its own files.
 
     A link counts where it leads to a file of the folder or, as in the hub's cache (`snapshots/<revision>`) and in
-    folders that its client once filled with links, to a cache's blobs: no other file of the machine is to end up in an
-    export.
+    folders that its client once filled with links, to a cache's blobs. One that is no module counts also where it leads
+    to the file of its own name beside weights that a link of this folder leads to, as where a whole model was linked
+    but for its config.json. No other file of the machine is to end up in an export.
     """
     home = source.resolve()
     homes = {home, home / TEMPLATES} | ({home.parents[1] / "blobs"} if home.parent.name == "snapshots" else set())
     found = sorted(path for path in source.glob(pattern) if path.is_file())
+    weights = {path.resolve().parent for path in source.glob("model*.safetensors") if path.is_file()}
     for path in found:
-        place = path.resolve().parent
-        if place not in homes and not (place.name == "blobs" and place.parent.name.startswith("models--")):
+        target = path.resolve()
+        is_blob = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+        is_twin = path.suffix != ".py" and target in {folder / path.relative_to(source) for folder in weights}
+        if target.parent not in homes and not is_blob and not is_twin:
             raise CheckpointError(
-                f"{path} is a link to {path.resolve()}, outside of {source}, and would be copied into what is written; "
-                "put the file itself in its place, or take the link away"
+                f"{path} is a link to {target}, outside of {source}, and would be copied into what is written; put the "
+                "file itself in its place, or take the link away"
             )
     return [path.relative_to(source).as_posix() for path in found]
 

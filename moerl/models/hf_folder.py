@@ -137,14 +137,7 @@ class HFFolder:
         return self._places[name]
 
     def _read_index(self, index: Path) -> None:
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map; write the index again or download it anew")
-        odd = sorted(name for name, file in weight_map.items() if not isinstance(file, str))
-        if odd:
-            raise CheckpointError(
-                f"{index}: weight_map has no file name for {shorten(odd)}; write the index again or download it anew"
-            )
+        weight_map = _weight_map(index)
         missing = sorted({file for file in weight_map.values() if not (self.folder / file).is_file()})
         if missing:
             raise CheckpointError(
@@ -177,6 +170,31 @@ class HFFolder:
     def _open(self, path: Path) -> TensorFile:
         self._files[path] = TensorFile(path)
         return self._files[path]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> name of its file."""
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map; write the index again or download it anew")
+    odd = sorted(name for name, file in weight_map.items() if not isinstance(file, str))
+    if odd:
+        raise CheckpointError(
+            f"{index}: weight_map has no file name for {shorten(odd)}; write the index again or download it anew"
+        )
+    return weight_map
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that `HFFolder` reads, where there are weights; others may lie beside them.
+
+    Raises:
+        CheckpointError: an index without names of files.
+        DataError: one that is not JSON.
+    """
+    index = folder / INDEX_FILE
+    names = set(_weight_map(index).values()) if index.is_file() else {SINGLE_FILE}
+    return [folder / name for name in sorted(names)]
 
 
 def has_weights(folder: Path) -> bool:

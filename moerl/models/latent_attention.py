@@ -13,7 +13,15 @@ from typing import Any
 
 from moerl.errors import CheckpointError
 from moerl.models.family import HFConfig
-from moerl.models.hf_config import PLAIN_ROPE_FIELDS, YARN_FIELDS, refuse_active, required, rope_values
+from moerl.models.hf_config import (
+    PLAIN_ROPE_FIELDS,
+    YARN_FIELDS,
+    optional,
+    positive,
+    refuse_active,
+    required,
+    rope_values,
+)
 from moerl.models.rules import Copy, Rule
 
 LATENT_FIELDS = frozenset(
@@ -61,9 +69,9 @@ def read_latent(hf: HFConfig) -> LatentAttention:
     """
     refuse_active(hf, "attention_bias")
     refuse_active(hf, "rope_interleave", (None, True))
-    heads = required(hf, int, "num_attention_heads")
+    heads = positive(hf, "num_attention_heads")
     refuse_active(hf, "num_key_value_heads", (None, heads))
-    rotated, plain = required(hf, int, "qk_rope_head_dim"), required(hf, int, "qk_nope_head_dim")
+    rotated, plain = positive(hf, "qk_rope_head_dim"), positive(hf, "qk_nope_head_dim")
     refuse_active(hf, "head_dim", (None, rotated))
     refuse_active(hf, "qk_head_dim", (None, plain + rotated))
     if rotated % 2:
@@ -71,11 +79,11 @@ def read_latent(hf: HFConfig) -> LatentAttention:
     if "q_lora_rank" not in hf:
         raise CheckpointError("config.json: field q_lora_rank is missing; add it (null for queries without a latent)")
     return LatentAttention(
-        query_rank=None if hf["q_lora_rank"] is None else required(hf, int, "q_lora_rank"),
-        rank=required(hf, int, "kv_lora_rank"),
+        query_rank=None if hf["q_lora_rank"] is None else positive(hf, "q_lora_rank"),
+        rank=positive(hf, "kv_lora_rank"),
         plain=plain,
         rotated=rotated,
-        value=required(hf, int, "v_head_dim"),
+        value=positive(hf, "v_head_dim"),
     )
 
 
@@ -123,9 +131,9 @@ def latent_rope(hf: HFConfig) -> dict[str, Any]:
     return settings | {
         "rope_type": "yarn",
         "rotary_scaling_factor": factor,
-        "original_max_position_embeddings": required(values, int, "original_max_position_embeddings"),
-        "beta_fast": float(values.get("beta_fast") or 32),  # absent or 0: transformers' own defaults
-        "beta_slow": float(values.get("beta_slow") or 1),
+        "original_max_position_embeddings": positive(values, "original_max_position_embeddings"),
+        "beta_fast": optional(values, float, "beta_fast", 0.0) or 32.0,  # absent or 0: transformers' own defaults
+        "beta_slow": optional(values, float, "beta_slow", 0.0) or 1.0,
         "mscale": mscale,
         "mscale_all_dim": mscale_all_dim,
     }
@@ -138,7 +146,7 @@ def _mscales(values: dict[str, Any], factor: float) -> tuple[float, float]:
     multiplied by m(mscale) / m(mscale_all_dim) in Megatron always, in transformers where neither is 0 or absent; else
     by m(1).
     """
-    mscale, everywhere = float(values.get("mscale") or 0), float(values.get("mscale_all_dim") or 0)
+    mscale, everywhere = (optional(values, float, name, 0.0) for name in ("mscale", "mscale_all_dim"))
     if factor == 1 or (mscale and everywhere):
         return mscale or 1.0, everywhere
     slope = 0.1 * math.log(factor)

@@ -10,7 +10,7 @@ from typing import Any
 
 from moerl.errors import CheckpointError
 from moerl.models.family import EXACT, PREDICTION, HFConfig, NoArguments, families
-from moerl.models.hf_config import partial_rope, refuse_active, refuse_unknown, required
+from moerl.models.hf_config import count, listed, partial_rope, positive, refuse_active, refuse_unknown, required
 from moerl.models.moe_decoder import (
     COMMON_FIELDS,
     DecoderFamily,
@@ -64,13 +64,13 @@ class MiniMaxM2(DecoderFamily):
         refuse_unknown(hf, _KNOWN)
         for name, allowed in _INACTIVE.items():
             refuse_active(hf, name, allowed)
-        if set(hf.get("attn_type_list") or [1]) != {1}:
+        if set(listed(hf, "attn_type_list", int)) - {1}:
             raise CheckpointError(
                 f"config.json: attn_type_list is {hf['attn_type_list']}; only 1, full attention, is built"
             )
-        width = required(hf, int, "intermediate_size")
+        width = positive(hf, "intermediate_size")
         sizes = attention_sizes({**hf, "moe_intermediate_size": width})
-        experts = required(hf, int, "num_local_experts")
+        experts = positive(hf, "num_local_experts")
         check_topk(sizes["topk"], experts, "num_local_experts")
         if sizes["topk"] < 2:
             raise CheckpointError(
@@ -94,7 +94,7 @@ class MiniMaxM2(DecoderFamily):
         """Megatron settings; the released files say in channels how much of a head is rotated (`rotary_dim`)."""
         shape = self.shape(hf)
         if hf.get("rotary_dim") is not None:
-            share = required(hf, int, "rotary_dim") / shape.head_dim
+            share = positive(hf, "rotary_dim") / shape.head_dim
             if hf.get("partial_rotary_factor") not in (None, share):
                 raise CheckpointError(
                     f"config.json: rotary_dim {hf['rotary_dim']} of {shape.head_dim} and partial_rotary_factor "
@@ -111,6 +111,6 @@ class MiniMaxM2(DecoderFamily):
 
     def carried_names(self, hf: HFConfig) -> Mapping[str, tuple[str, ...]]:
         """Also the layers of multi-token prediction, which engines look for after the decoder's."""
-        modules = (hf.get("num_mtp_modules") or 0) if hf.get("use_mtp") else 0
-        count = modules * (hf.get("mtp_transformer_layers") or 1)
-        return {**super().carried_names(hf), PREDICTION: prediction_layers(self.shape(hf).layers, count)}
+        modules = count(hf, "num_mtp_modules") if hf.get("use_mtp") else 0
+        predicted = modules * (count(hf, "mtp_transformer_layers") or 1)
+        return {**super().carried_names(hf), PREDICTION: prediction_layers(self.shape(hf).layers, predicted)}

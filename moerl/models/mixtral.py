@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from moerl.models.family import EXACT, HFConfig, NoArguments, families
-from moerl.models.hf_config import plain_rope_theta, refuse_active, refuse_unknown, required
+from moerl.models.hf_config import plain_rope_theta, positive, refuse_active, refuse_unknown, required
 from moerl.models.moe_decoder import (
     COMMON_FIELDS,
     DecoderFamily,
@@ -32,9 +32,9 @@ class Mixtral(DecoderFamily):
         refuse_unknown(hf, _KNOWN)
         refuse_active(hf, "hidden_act", ("silu",))
         refuse_active(hf, "sliding_window")
-        width = required(hf, int, "intermediate_size")
+        width = positive(hf, "intermediate_size")
         sizes = attention_sizes({**hf, "moe_intermediate_size": width})
-        experts = required(hf, int, "num_local_experts")
+        experts = positive(hf, "num_local_experts")
         check_topk(sizes["topk"], experts, "num_local_experts")
         return DecoderShape(
             **sizes,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from moerl.errors import CheckpointError
 from moerl.models.family import ROTARY, WIDE_QK_NORM, FusedSlice, HFConfig
-from moerl.models.hf_config import refuse_active, required
+from moerl.models.hf_config import positive, refuse_active, required
 from moerl.models.latent_attention import LatentAttention, latent_rules, read_latent
 from moerl.models.rules import QKV, Copy, GateUp, Rule, Vocab
 
@@ -92,20 +92,20 @@ def attention_sizes(hf: HFConfig, *, has_experts: bool = True) -> dict[str, Any]
     Without `has_experts`, widths and numbers of them are 0.
 
     Raises:
-        CheckpointError: a field is missing, or heads are not a multiple of key and value heads.
+        CheckpointError: a field is missing or no whole number from 1, or heads are no multiple of key and value heads.
     """
-    heads, hidden = required(hf, int, "num_attention_heads"), required(hf, int, "hidden_size")
+    heads, hidden = positive(hf, "num_attention_heads"), positive(hf, "hidden_size")
     sizes = {
-        "layers": required(hf, int, "num_hidden_layers"),
+        "layers": positive(hf, "num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
-        "groups": required(hf, int, "num_key_value_heads"),
+        "groups": positive(hf, "num_key_value_heads"),
         # transformers derives a missing head_dim in these families
-        "head_dim": hidden // heads if hf.get("head_dim") is None else required(hf, int, "head_dim"),
-        "dense_width": required(hf, int, "intermediate_size"),
-        "expert_width": required(hf, int, "moe_intermediate_size") if has_experts else 0,
-        "topk": required(hf, int, "num_experts_per_tok") if has_experts else 0,
-        "vocab": required(hf, int, "vocab_size"),
+        "head_dim": positive({"head_dim": hidden // heads} if hf.get("head_dim") is None else hf, "head_dim"),
+        "dense_width": positive(hf, "intermediate_size"),
+        "expert_width": positive(hf, "moe_intermediate_size") if has_experts else 0,
+        "topk": positive(hf, "num_experts_per_tok") if has_experts else 0,
+        "vocab": positive(hf, "vocab_size"),
     }
     if heads % sizes["groups"]:
         raise CheckpointError(
@@ -122,7 +122,7 @@ def latent_sizes(hf: HFConfig) -> dict[str, Any]:
     """
     refuse_active(hf, "moe_layer_freq", (None, 1))
     latent = read_latent(hf)
-    heads = required(hf, int, "num_attention_heads")
+    heads = positive(hf, "num_attention_heads")
     return attention_sizes({**hf, "num_key_value_heads": heads, "head_dim": latent.head_dim}) | {"latent": latent}
 
 
@@ -151,7 +151,7 @@ def decoder_kwargs(shape: DecoderShape, hf: HFConfig) -> dict[str, Any]:
         "rotary_interleaved": False,
         "moe_layer_freq": [int(is_moe) for is_moe in shape.is_moe],
         "vocab_size": shape.vocab,
-        "max_sequence_length": required(hf, int, "max_position_embeddings"),
+        "max_sequence_length": positive(hf, "max_position_embeddings"),
         "share_embeddings_and_output_weights": shape.is_tied,
         "position_embedding_type": "rope",
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from moerl.errors import CheckpointError
 from moerl.models.family import EXACT, HFConfig, NoArguments, families
-from moerl.models.hf_config import plain_rope_theta, refuse_active, refuse_unknown, required
+from moerl.models.hf_config import plain_rope_theta, positive, refuse_active, refuse_unknown, required
 from moerl.models.moe_decoder import (
     COMMON_FIELDS,
     DecoderFamily,
@@ -38,14 +38,14 @@ class Olmoe(DecoderFamily):
         refuse_active(hf, "hidden_act", ("silu",))
         refuse_active(hf, "attention_bias")
         refuse_active(hf, "clip_qkv", (None,))
-        width = required(hf, int, "intermediate_size")
+        width = positive(hf, "intermediate_size")
         sizes = attention_sizes({**hf, "moe_intermediate_size": width})
         if sizes["heads"] * sizes["head_dim"] != sizes["hidden"]:
             raise CheckpointError(
                 f"config.json: {sizes['heads']} heads of {sizes['head_dim']} are not hidden_size {sizes['hidden']}, "
                 "which the norms of queries and keys are as wide as in this family"
             )
-        experts = required(hf, int, "num_experts", "num_local_experts")
+        experts = positive(hf, "num_experts", "num_local_experts")
         check_topk(sizes["topk"], experts, "num_experts")
         return DecoderShape(
             **sizes,

@@ -337,8 +337,7 @@ def _declared_blocks(settings: Mapping[str, Any], method: str) -> list[tuple[int
     if method == "modelopt":
         return [whole]
     blocks: list[tuple[int | None, int | None]] = []
-    for group in (settings.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
+    for weights in _weights_of_groups(settings):
         strategy = weights.get("strategy")
         if weights.get("type") == "int" and (weights.get("num_bits") != 4 or not weights.get("symmetric", True)):
             raise CheckpointError(
@@ -356,11 +355,23 @@ def _declared_blocks(settings: Mapping[str, Any], method: str) -> list[tuple[int
     return [*blocks, whole]
 
 
+def _weights_of_groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What compressed-tensors says of the weights of each kind of layer."""
+    groups = settings.get("config_groups") or {}
+    held = list(groups.values()) if isinstance(groups, Mapping) else [None]
+    found = [(group.get("weights") or {}) if isinstance(group, Mapping) else None for group in held]
+    if not all(isinstance(weights, Mapping) for weights in found):
+        raise CheckpointError(
+            f"config.json: quantization_config has config_groups {groups!r}; a JSON object is needed, whose values are "
+            "JSON objects, as is 'weights' in each"
+        )
+    return [weights for weights in found if weights is not None]
+
+
 def _group_sizes(settings: Mapping[str, Any]) -> list[int | None]:
     """Values of a row of 4-bit integers that share a scale, as config.json says of each kind of layer; None: all."""
     found: list[int | None] = []
-    for group in (settings.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
+    for weights in _weights_of_groups(settings):
         if weights.get("type") != "int":
             continue
         size = weights.get("group_size")

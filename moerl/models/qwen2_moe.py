@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from moerl.models.family import EXACT, HFConfig, NoArguments, families
-from moerl.models.hf_config import required
+from moerl.models.hf_config import positive, required
 from moerl.models.qwen_moe import QWEN_FIELDS, QwenMoe
 
 
@@ -34,7 +34,7 @@ class Qwen2Moe(QwenMoe):
         """Biases, which the first released files do not name (the class had them before it had the field); shared."""
         return {
             "has_qkv_bias": True if hf.get("qkv_bias") is None else required(hf, bool, "qkv_bias"),
-            "shared_width": required(hf, int, "shared_expert_intermediate_size"),
+            "shared_width": positive(hf, "shared_expert_intermediate_size"),
             "shared_name": "shared_expert",
             "shared_gate": "shared_expert_gate",
         }

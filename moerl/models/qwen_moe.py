@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 
 from moerl.errors import CheckpointError
 from moerl.models.family import HFConfig
-from moerl.models.hf_config import refuse_active, refuse_other_attention, refuse_unknown, required
+from moerl.models.hf_config import (
+    listed,
+    positive,
+    refuse_active,
+    refuse_other_attention,
+    refuse_unknown,
+    required,
+)
 from moerl.models.moe_decoder import (
     COMMON_FIELDS,
     DecoderFamily,
@@ -53,7 +60,7 @@ class QwenMoe(DecoderFamily):
         refuse_active(hf, "hidden_act", ("silu",))
         refuse_other_attention(hf)
         sizes = attention_sizes(hf)
-        experts = required(hf, int, "num_experts", "num_local_experts")
+        experts = positive(hf, "num_experts", "num_local_experts")
         check_topk(sizes["topk"], experts, "num_experts")
         return DecoderShape(
             **sizes,
@@ -79,12 +86,10 @@ def _sparse_step_layers(hf: HFConfig, layers: int) -> tuple[bool, ...]:
     """Layer i is MoE when the step divides i + 1 and i is not listed: another phase than Megatron's integer form.
 
     Raises:
-        CheckpointError: a step below 1, or a listed layer that does not exist.
+        CheckpointError: a step below 1, or a list of anything but layers that exist.
     """
-    step = required(hf, int, "decoder_sparse_step")
-    if step < 1:
-        raise CheckpointError(f"config.json: decoder_sparse_step is {step}; it must be at least 1")
-    dense = set(hf.get("mlp_only_layers") or [])
+    step = positive(hf, "decoder_sparse_step")
+    dense = set(listed(hf, "mlp_only_layers", int))
     outside = sorted(dense - set(range(layers)))
     if outside:
         raise CheckpointError(f"config.json: mlp_only_layers names {outside}, but there are only {layers} layers")

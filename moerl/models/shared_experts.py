@@ -6,7 +6,7 @@ from typing import Any
 
 from moerl.errors import CheckpointError
 from moerl.models.family import HFConfig
-from moerl.models.hf_config import required
+from moerl.models.hf_config import positive, required
 from moerl.models.moe_decoder import check_topk
 
 SHARED_FIELDS = frozenset(
@@ -30,7 +30,7 @@ def shared_expert_sizes(hf: HFConfig, sizes: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: a field is missing or has a value that is not supported.
     """
-    experts = required(hf, int, "n_routed_experts", "num_local_experts", "num_experts")
+    experts = positive(hf, "n_routed_experts", "num_local_experts", "num_experts")
     check_topk(sizes["topk"], experts, "n_routed_experts")
     dense, shared = required(hf, int, "first_k_dense_replace"), required(hf, int, "n_shared_experts")
     if not 0 <= dense <= sizes["layers"]:

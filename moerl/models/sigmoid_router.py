@@ -8,7 +8,7 @@ from typing import Any
 
 from moerl.errors import CheckpointError
 from moerl.models.family import HFConfig
-from moerl.models.hf_config import refuse_active, required
+from moerl.models.hf_config import count, refuse_active, required
 from moerl.models.moe_decoder import DecoderShape
 from moerl.models.shared_experts import SHARED_FIELDS, scaling_factor, shared_expert_sizes
 
@@ -61,5 +61,9 @@ def sigmoid_router(hf: HFConfig, shape: DecoderShape) -> dict[str, Any]:
 
 
 def num_prediction_layers(hf: HFConfig) -> int:
-    """Layers of multi-token prediction that a checkpoint may have."""
-    return max(hf.get(name) or 0 for name in ("num_nextn_predict_layers", "num_mtp_layers"))
+    """Layers of multi-token prediction that a checkpoint may have.
+
+    Raises:
+        CheckpointError: the field is no whole number from 0.
+    """
+    return max(count(hf, name) for name in ("num_nextn_predict_layers", "num_mtp_layers"))

@@ -11,9 +11,12 @@ from moerl.models.family import HFConfig
 from moerl.models.hf_config import (
     PLAIN_ROPE_FIELDS,
     YARN_FIELDS,
+    optional,
     plain_rope_theta,
+    positive,
     refuse_active,
     required,
+    rope_tables,
     rope_values,
 )
 
@@ -27,8 +30,7 @@ def yarn_or_plain_rope(hf: HFConfig) -> dict[str, Any]:
     Raises:
         CheckpointError: as `yarn_rope` or `plain_rope_theta`.
     """
-    tables = (hf.get(place) or {} for place in ("rope_scaling", "rope_parameters"))
-    if any(table.get("rope_type", table.get("type")) == "yarn" for table in tables):
+    if any(table.get("rope_type", table.get("type")) == "yarn" for table in rope_tables(hf).values()):
         return yarn_rope(hf)
     return {"rotary_base": plain_rope_theta(hf), "rotary_percent": 1.0}
 
@@ -58,11 +60,11 @@ def yarn_rope(hf: HFConfig) -> dict[str, Any]:
         "rotary_base": required(values, float, "rope_theta"),
         "rotary_percent": 1.0,
         "yarn_rotary_scaling_factor": factor,
-        "yarn_original_max_position_embeddings": required(values, int, "original_max_position_embeddings"),
-        "yarn_beta_fast": float(values.get("beta_fast") or 32),  # absent or 0: transformers' own defaults
-        "yarn_beta_slow": float(values.get("beta_slow") or 1),
+        "yarn_original_max_position_embeddings": positive(values, "original_max_position_embeddings"),
+        "yarn_beta_fast": optional(values, float, "beta_fast", 0.0) or 32.0,  # absent or 0: transformers' own defaults
+        "yarn_beta_slow": optional(values, float, "beta_slow", 0.0) or 1.0,
         **_mscales(values, factor),
-        "yarn_correction_range_round_to_int": bool(values.get("truncate", True)),
+        "yarn_correction_range_round_to_int": optional(values, bool, "truncate", True),
     }
 
 

@@ -248,6 +248,19 @@ def test_damage_is_found_and_refused(shards, tmp_path, capsys):
     assert main(["convert", "export", str(shards), str(tmp_path / "back"), "--skip-checksums"]) == 0
 
 
+def test_files_that_the_index_does_not_name_are_not_counted(folder, capsys):
+    """Mistral's folders have all weights a second time, as `consolidated.safetensors`."""
+    tensors = read_files(folder)
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    write_files(folder, {file: {name: tensors[name] for name in held} for file, held in halves.items()})
+    assert main(["convert", "inspect", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == {
+        file: (folder / file).stat().st_size for file in ("a.safetensors", "b.safetensors")
+    }
+
+
 def test_inspection_as_json(shards, capsys):
     assert main(["convert", "inspect", str(shards), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -36,7 +36,7 @@ def source(tmp_path) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -103,6 +103,62 @@ def test_a_link_out_of_the_folder_is_refused_before_anything_is_written(tmp_path
     with pytest.raises(CheckpointError, match=f"{re.escape(told)}.* put the file itself in its place"):
         write_hf_folder(tmp_path / "out", WEIGHTS.items(), source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "source"]
+
+
+def link_farm(source, farm, keep=()):
+    """Every file of `source` as a link, but for copies of those in `keep`."""
+    for path in sorted(source.rglob("*")):
+        target = farm / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.name in keep:
+            target.write_bytes(path.read_bytes())
+        elif path.is_file():
+            target.symlink_to(path)
+    return farm
+
+
+def test_a_folder_of_links_to_another_one_and_a_config_of_its_own_is_read(tmp_path, source):
+    """As people make it to change a field without copying the weights."""
+    (source / "model-00001-of-00001.safetensors").write_bytes(b"weights")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (source / "tokenizer.json").write_text("{}")
+    farm = link_farm(source, tmp_path / "farm", keep={"config.json"})
+    write_hf_folder(tmp_path / "out", WEIGHTS.items(), farm)
+    write_hf_folder(tmp_path / "same", WEIGHTS.items(), source)
+    assert content(tmp_path / "out") == content(tmp_path / "same")
+    again = link_farm(farm, tmp_path / "again", keep={"config.json"})  # links to links
+    write_hf_folder(tmp_path / "third", WEIGHTS.items(), again)
+    assert content(tmp_path / "third") == content(tmp_path / "same")
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "weights"),
+    [
+        ("tokenizer.json", "other/vocab.json", "model.safetensors"),  # another name
+        ("tokenizer.json", "elsewhere/tokenizer.json", "model.safetensors"),  # another folder
+        ("tokenizer.json", "other/inner/tokenizer.json", "model.safetensors"),
+        ("tokenizer.json", "other/tokenizer.json", "other.safetensors"),  # no weights of this folder
+        ("tokenizer.json", "other/tokenizer.json", None),
+        ("modeling.py", "other/modeling.py", "model.safetensors"),  # code, which somebody may run
+        ("additional_chat_templates/a.jinja", "other/a.jinja", "model.safetensors"),
+    ],
+)
+def test_a_link_that_weights_do_not_vouch_for_is_refused(tmp_path, source, name, target, weights):
+    place = tmp_path / target
+    place.parent.mkdir(parents=True)
+    place.write_text("{}")
+    (tmp_path / "other" / "w").parent.mkdir(exist_ok=True)
+    (tmp_path / "other" / "w").write_bytes(b"weights")
+    if weights is not None:
+        (source / weights).unlink(missing_ok=True)
+        (source / weights).symlink_to(tmp_path / "other" / "w")
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(place)
+    with pytest.raises(CheckpointError, match=re.escape(f"{source / name} is a link to {place}, outside of {source}")):
+        write_hf_folder(tmp_path / "out", WEIGHTS.items(), source)
+    assert not (tmp_path / "out").exists()
 
 
 def test_links_inside_the_folder_and_into_the_hubs_cache_are_followed(tmp_path, source):
