@@ -33,7 +33,8 @@ from layout_cases import (
 from ranks import run_worker
 
 WORKER = Path(__file__).with_name("learner_worker.py")
-LIMIT_SECONDS = 900
+LIMIT_SECONDS = 1800
+"""Against a hang alone: four times what two cores take that have nothing else to do."""
 
 BALANCED = ("tp2_pp2", "cp2_tp2_ep2", "cp2_pp2")
 """Also run with the balancing loss. It is a mean over micro-batches and data ranks, so one data rank is compared."""

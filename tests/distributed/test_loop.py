@@ -27,7 +27,8 @@ from moerl.convert.places import find
 sys.path.insert(0, str(Path(__file__).parent))
 from loop_files import METHODS, ROOT, deep_policy, legal_layouts, write_config
 
-LIMIT_SECONDS = 600
+LIMIT_SECONDS = 1800
+"""Against a hang alone: five times what two cores take that have nothing else to do."""
 SLOW_LIMIT_SECONDS = 3600
 TOLERANCE = 2e-5
 """Of `1 + |value|`."""
