@@ -165,6 +165,19 @@ def routes_of(batch: StepBatch) -> dict[str, np.ndarray]:
     return found
 
 
+def likeliest_of(batch: StepBatch) -> dict[str, np.ndarray]:
+    """Sample -> the old policy's logprobs of the engine's likeliest tokens [s, k], 0 where there is no such token."""
+    found = {}
+    for micro in (micro for minibatch in batch.minibatches for micro in minibatch):
+        if micro.old_top_logprobs is None or micro.rollout_top_ids is None:
+            continue
+        values = micro.old_top_logprobs.masked_fill(micro.rollout_top_ids < 0, 0)
+        bounds = micro.cu_seqlens.tolist()
+        for i, sample in enumerate(micro.sample_ids):
+            found[str(sample)] = values[bounds[i] : bounds[i + 1]].cpu().numpy()
+    return found
+
+
 class Nll:
     """Weighted negative log-likelihood."""
 
@@ -237,6 +250,8 @@ def train(case: dict[str, Any], layout: dict[str, Any], out: Path, name: str) ->
             is_first = parallel.tp.rank == parallel.cp.rank == parallel.pp.rank == 0
             if is_first and learner.policy.num_experts:
                 save_arrays(out / f"{name}.routes.{parallel.dp.rank}.npz", routes_of(batch))
+            if is_first and (likeliest := likeliest_of(batch)):
+                save_arrays(out / f"{name}.likeliest.{parallel.dp.rank}.npz", likeliest)
             if case.get("for_transformers"):
                 arrays |= save_for_transformers(learner, batch, out / f"{name}.logits.npz")
         metrics |= learner.learner.update(batch, learner.objective)

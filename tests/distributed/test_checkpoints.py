@@ -32,6 +32,8 @@ PP2 = {"pipeline": 2}
 PP2_VPP2 = {"pipeline": 2, "virtual_pipeline": 2}
 EP4 = {"expert": 4}
 CP2_EP2 = {"context": 2, "expert": 2}
+ETP2_EP2 = {"expert": 2, "expert_tensor": 2}
+CP2_TP2 = {"context": 2, "tensor": 2}
 
 
 def one_process():
@@ -78,6 +80,14 @@ def four_processes():
             "runs": [{"run": "in_cp2", "load": "from_plain", "save": "in_cp2", "after": 2, **DISTRIBUTED}],
         },
         {"sizes": EP4, "runs": [{"run": "in_ep4", "load": "in_pp2", "save": "in_ep4", "after": 2, **DISTRIBUTED}]},
+        {"sizes": ETP2_EP2, "runs": [{"run": "in_etp2", "load": "from_plain", "save": "from_etp2", **short}]},
+        {
+            "sizes": CP2_TP2,
+            "runs": [
+                {"run": "etp2_in_cp2_tp2", "load": "from_etp2", "after": 1},
+                {"run": "in_cp2_tp2", "load": "from_plain", "save": "from_cp2_tp2", **short, **DISTRIBUTED},
+            ],
+        },
         {"sizes": TP2_EP2, "runs": [{"run": "killed", "load": "from_plain", "killed": "store", **DISTRIBUTED}]},
     ]
 
@@ -87,6 +97,7 @@ def alone_again():
     runs = [
         {"run": "plain_alone", "load": "from_plain", "save": "back_alone", "after": 2},
         {"run": "distributed_alone", "load": "in_ep4", "after": 2},
+        {"run": "cp2_tp2_alone", "load": "from_cp2_tp2", "after": 1},
         {"run": "after_the_kill", "load": "store/step_000003/learner", "after": 2},
         {"run": "bf16_alone", "load": "bf16_in_pp2", "save": "bf16_back_alone", **BF16},
     ]
@@ -131,8 +142,8 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_near(a: list[dict[str, float]], b: list[dict[str, float]]) -> None:
-    assert len(a) == len(b) == 2
+def assert_near(a: list[dict[str, float]], b: list[dict[str, float]], steps: int = 2) -> None:
+    assert len(a) == len(b) == steps
     for one, other in zip(a, b, strict=True):
         assert one.keys() == other.keys()
         for name in one.keys() - OF_A_LAYOUT:
@@ -167,6 +178,15 @@ CONTINUATIONS = {
 @pytest.mark.parametrize("run", CONTINUATIONS)
 def test_another_layout_goes_on_as_the_first_would_have(folder, run):
     assert_near(record(folder, CONTINUATIONS[run])["after"], record(folder, run)["after"])
+
+
+@pytest.mark.parametrize(("run", "onward"), [("in_etp2", "etp2_in_cp2_tp2"), ("in_cp2_tp2", "cp2_tp2_alone")])
+def test_what_split_experts_and_slices_of_tensor_ranks_saved_goes_on_elsewhere(folder, run, onward):
+    """Trained for a step in that layout before it is saved."""
+    wanted = record(folder, "plain")["after"]
+    found = record(folder, run)
+    assert_near(wanted, found["before"] + found["after"])
+    assert_near(wanted[1:], record(folder, onward)["after"], 1)
 
 
 RESHARDED = {

@@ -29,6 +29,10 @@ LAYOUTS: dict[int, dict[str, int]] = {1: {}, 2: {"tensor": 2}, 4: {"tensor": 2, 
 """Processes -> sizes; where there are experts, the tensor ranks also share them out."""
 STAGES, TIED = "4_stages", "llama"
 """A layout of four pipeline stages, and the kind in it: its head and its embedding are one tensor on two of them."""
+OVERLAP, SHARED = "4_overlap", "shared"
+"""Two stages of two tensor ranks whose gradients are reduced during the backward pass, and the kind in them. Experts
+are whole on each, so that theirs are reduced between two.
+"""
 TOLERANCE = 1e-5
 """Absolute for logits, logprobs, weights; of `1 + |value|` for metrics; for gradients of a tensor's largest entry and
 a tenth of that of the largest of all."""
@@ -60,6 +64,8 @@ def outcomes(tmp_path_factory) -> Path:
             layouts.append({"name": str(world_size), "sizes": sizes | experts, "cases": cases})
         if world_size == 4:
             layouts.append({"name": STAGES, "sizes": {"pipeline": 4}, "cases": [told(TIED, models[TIED])]})
+            overlapped = {**sizes, "overlap_grad_reduce": True}
+            layouts.append({"name": OVERLAP, "sizes": overlapped, "cases": [told(SHARED, models[SHARED])]})
         run_worker(WORKER, {"layouts": layouts}, folder, world_size, limit_seconds=300)
     return folder
 
@@ -170,6 +176,10 @@ def test_a_tied_model_between_stages_that_have_neither_end(outcomes):
     alone, together = (read_logits(outcomes, layout, TIED) for layout in (1, STAGES))
     assert alone.keys() == together.keys()
     assert all(np.abs(together[sample] - rows).max() < TOLERANCE for sample, rows in alone.items())
+
+
+def test_gradients_reduced_during_the_backward_pass_of_tensor_ranks_in_a_pipeline(outcomes):
+    hold_together(*(without_transformers(read(outcomes, layout, SHARED)[1]) for layout in (1, OVERLAP)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

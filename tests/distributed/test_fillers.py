@@ -26,6 +26,8 @@ SIZES: dict[str, dict[str, int]] = {
     "dp2": {},
     "ep2": {"expert": 2},
     "vpp2": {"pipeline": 2, "virtual_pipeline": 2},
+    "cp2_dp2_overlap": {"context": 2, "overlap_grad_reduce": True},
+    "pp2_ep2_dp2_overlap": {"pipeline": 2, "expert": 2, "overlap_grad_reduce": True},
 }
 
 
@@ -51,6 +53,8 @@ THREE = (
     Run("pp2_vpp2_dp2", "ppo", "none", "dense_first", SGD),
     Run("cp2_dp2", "grpo", "R3", "softmax"),
     Run("cp2_dp2", "ppo", "none", "dense_first", SGD),
+    Run("cp2_dp2_overlap", "grpo", "R3", "softmax"),
+    Run("pp2_ep2_dp2_overlap", "grpo", "R3", "softmax"),
 )
 ONE = (
     Run("dp2", "grpo", "R3", "softmax"),

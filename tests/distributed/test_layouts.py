@@ -158,6 +158,8 @@ def test_metrics_of_three_steps_are_those_of_one_process(outcome):
             value = a[metric]
             allowed = WIDE.get(metric, TOLERANCE) * (1 + abs(value))
             assert abs(b[metric] - value) <= allowed, (step, metric, value, b[metric])
+    if name.startswith("rspo"):
+        assert max(abs(step["route_update/gamma_mean"] - 1) for step in together) > 1e-3, "a factor that does something"
 
 
 @pytest.mark.parametrize("run", parameters())

@@ -228,7 +228,23 @@ def test_checkpoints_of_a_layout_hold_the_weights_that_its_ranks_export(done, na
     assert not compare_weights(*second).differences
 
 
-def test_a_rank_that_is_killed_ends_all_with_one_message_and_the_run_goes_on(bench):
+@pytest.fixture(scope="module")
+def interrupted(bench) -> tuple[int, str]:
+    """Status and output of a run that Ctrl-C ended after its third step."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
+    script, config = ROOT / "launch" / "local.sh", bench.configs["gspo"]
+    command = [str(script), "2", str(config), "run.name=ctrl_c", "run.num_steps=40"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    wait_for(process, lambda: has_step(bench.runs / "ctrl_c", 3))
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    return process.returncode, output
+
+
+def test_a_rank_that_is_killed_ends_all_with_one_message_and_the_run_goes_on(bench, interrupted):
+    """Every row is that of a run that nobody killed, to the bit."""
     process = bench.train("killed", "run.num_steps=40", "checkpoint.export_hf=false")
     wait_for(process, lambda: has_step(bench.runs / "killed", 1))
     pids = ranks_of(process)
@@ -241,6 +257,7 @@ def test_a_rank_that_is_killed_ends_all_with_one_message_and_the_run_goes_on(ben
     lines = [line for line in output.splitlines() if line.startswith("moerl: ")]
     assert len(lines) == 1, output[-4000:]
     assert lines[0].startswith("moerl: rank 1 died in phase ")
+    assert " of step " in lines[0]
     assert "start the same command to go on" in lines[0]
     assert are_gone(pids)
     done = max(step for step in range(1, 41) if has_step(bench.runs / "killed", step))
@@ -248,6 +265,12 @@ def test_a_rank_that_is_killed_ends_all_with_one_message_and_the_run_goes_on(ben
     output = finish(again)
     assert again.returncode == 0, output[-4000:]
     assert f"going on from step {done} " in output
+    rows, unkilled = bench.rows("killed"), bench.rows("ctrl_c")
+    assert [row["step"] for row in rows] == list(range(done + 2))
+    assert len(rows) <= len(unkilled)
+    for row, wanted in zip(rows, unkilled, strict=False):
+        assert len(wanted) > 100 or not wanted["step"]
+        assert {key: row.get(key) for key in wanted} == wanted, "the last row has an evaluation more"
 
 
 def test_a_rank_that_is_stopped_ends_all_within_a_bound(bench):
@@ -266,17 +289,9 @@ def test_a_rank_that_is_stopped_ends_all_within_a_bound(bench):
     assert are_gone(pids)
 
 
-def test_ctrl_c_saves_on_all_ranks_and_ends_with_130(bench):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
-    script, config = ROOT / "launch" / "local.sh", bench.configs["gspo"]
-    command = [str(script), "2", str(config), "run.name=ctrl_c", "run.num_steps=40"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    wait_for(process, lambda: has_step(bench.runs / "ctrl_c", 1))
-    process.send_signal(signal.SIGINT)
-    output = finish(process)
-    assert process.returncode == 130, output[-4000:]
+def test_ctrl_c_saves_on_all_ranks_and_ends_with_130(interrupted):
+    status, output = interrupted
+    assert status == 130, output[-4000:]
     lines = [line for line in output.splitlines() if line.startswith("moerl: ")]
     assert len(lines) == 1, output[-4000:]
     assert "its state is saved; go on with: torchrun --standalone --nproc-per-node 2 -m moerl train" in lines[0]

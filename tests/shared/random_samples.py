@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moerl.types import LocalArray, Sample
+from moerl.types import LocalArray, Sample, TopLogprobs
 
 PROMPT = 4
 """Tokens of every prompt."""
@@ -20,7 +20,8 @@ def random_samples(
     Args:
         rng: what they are drawn from.
         lengths: tokens of each, the prompt's included.
-        shape: `layers`, `experts`, `topk` and `vocab` of the model.
+        shape: `layers`, `experts`, `topk` and `vocab` of the model; with `likeliest`, so many tokens of the engine's
+            beside every sampled one.
         constant: one advantage for all tokens of an answer.
     """
     made = []
@@ -41,6 +42,17 @@ def random_samples(
                 temperature=1.0 if i % 2 else 0.8,
                 routed_experts=LocalArray(routes.astype(np.uint8)) if shape["layers"] else None,
                 has_route=np.arange(length) < length - 1 if shape["layers"] else None,
+                top_logprobs=_likeliest(rng, mask, shape) if "likeliest" in shape else None,
             )
         )
     return made
+
+
+def _likeliest(rng: np.random.Generator, mask: np.ndarray, shape: dict[str, int]) -> TopLogprobs:
+    """Random ones; at every fifth token the last was not in the running."""
+    width = shape["likeliest"]
+    ids = rng.random((len(mask), shape["vocab"])).argsort(-1)[:, :width].astype(np.int32)
+    ids[::5, -1] = -1
+    ids[~mask] = -1
+    logprobs = -np.sort(rng.uniform(1.5, 6, ids.shape), -1).astype(np.float32)
+    return TopLogprobs(ids, np.where(ids < 0, -np.inf, logprobs).astype(np.float32))
