@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -80,27 +81,32 @@ def test_a_run_on_a_server_that_lends_to_a_run_that_ended_does_nothing(tmp_path)
         assert server.state()["num_restarts"] == 0
 
 
+@contextlib.contextmanager
+def one_step(folder, name, server):
+    """A run over a server that it attaches to, built; it is closed at the end."""
+    engine = json.dumps({"name": "sglang", "urls": [server.url], "release_memory": True})
+    place = [f"rollout.engine={engine}", f"run.output_dir={folder}", f"run.name={name}", "run.num_steps=1"]
+    run = build_run(load("configs/demo/gspo.yaml", [*SMALL, *place]))
+    assert run is not None
+    try:
+        yield run
+    finally:
+        run.close()
+
+
 def test_a_learner_that_fails_while_memory_is_lent_leaves_servers_that_another_run_can_use(tmp_path):
     with FakeServer(replace(SERVED, memory_saver=True)) as server:
-        engine = json.dumps({"name": "sglang", "urls": [server.url], "release_memory": True})
-        for name in ("first", "second"):
-            place = [f"rollout.engine={engine}", f"run.output_dir={tmp_path}", f"run.name={name}", "run.num_steps=1"]
-            run = build_run(load("configs/demo/gspo.yaml", [*SMALL, *place]))
-            assert run is not None
 
-            def fails(batch, objective):
-                assert server.state()["released"] == ["kv_cache", "weights"]
-                raise NumericsError("the loss is not finite")
+        def fails(batch, objective):
+            assert server.state()["released"] == ["kv_cache", "weights"]
+            raise NumericsError("the loss is not finite")
 
-            try:
-                if name == "first":
-                    run.rooms.policy.update = fails
-                    with pytest.raises(NumericsError, match="step 1: the loss is not finite"):
-                        train(run.rooms, run.schedule, run.resume_from)
-                else:
-                    train(run.rooms, run.schedule, run.resume_from)
-            finally:
-                run.close()
-            assert server.state()["released"] == []
-        assert server.state()["label"] == "1"
-        assert server.state()["num_restarts"] == 0
+        with one_step(tmp_path, "first", server) as run:
+            run.rooms.policy.update = fails
+            with pytest.raises(NumericsError, match="step 1: the loss is not finite"):
+                train(run.rooms, run.schedule, run.resume_from)
+        assert server.state()["released"] == []
+        with one_step(tmp_path, "second", server) as run:
+            train(run.rooms, run.schedule, run.resume_from)
+        assert server.state()["released"] == []
+        assert (server.state()["label"], server.state()["num_restarts"]) == ("1", 0)
