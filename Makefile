@@ -35,8 +35,10 @@ lint: setup  ## only ruff, basedpyright and import-linter
 
 sft: setup  ## rebuild the demo's warm start by supervised training
 	@$(VENV)/bin/moerl train configs/demo/sft.yaml run.resume=never $(ARGS)
-	@cmp runs/demo-sft/hf/model.safetensors configs/demo/policy/model.safetensors \
-		&& echo 'the rebuilt policy equals the shipped one, bit for bit'
+	@if cmp runs/demo-sft/hf/model.safetensors configs/demo/policy/model.safetensors; \
+		then echo 'the rebuilt policy equals the shipped one, bit for bit'; \
+		else echo 'the rebuilt policy, runs/demo-sft/hf, is not the shipped one, which was built on an AMD EPYC: the matrix' \
+			'products of another processor round otherwise. On such a one something has changed' >&2; exit 1; fi
 
 sglang:  ## make the environment of the SGLang servers, or bring it up to date
 	@$(SGLANG_PYTHON) tools/setup_sglang.py --venv $(SGLANG_VENV)
