@@ -17,6 +17,7 @@ from moerl.metrics import Last, Metrics
 from moerl.rollout.engine import ServedModel, engines
 from moerl.rollout.sglang.bridge import Bridge, serve_loop
 from moerl.rollout.sglang.counts import Differences
+from moerl.rollout.sglang.model_support import refuse_other_arithmetic
 from moerl.rollout.sglang.suited import look_at_servers
 from moerl.types import Completion, SamplingParams, WeightBucket
 
@@ -105,7 +106,8 @@ class SglangEngine:
         """`sender` is closed with the engine.
 
         Raises:
-            ConfigError: neither `urls` nor `servers`, or both; what is wrong with either.
+            ConfigError: neither `urls` nor `servers`, or both; what is wrong with either; a model that SGLang computes
+                otherwise (`model_support`).
         """
         if bool(cfg.urls) == (cfg.servers is not None):
             raise ConfigError(
@@ -231,9 +233,12 @@ class SglangEngine:
         from moerl.rollout.sglang.servers import SglangServers, attach
 
         if self._cfg.servers is None:
+            refuse_other_arithmetic(self._model.path)
             return attach(self._cfg.urls, key_file=Path(self._cfg.key_file) if self._cfg.key_file else None)
+        config = build_dataclass(SglangServerConfig, self._cfg.servers, where=WHERE)
+        refuse_other_arithmetic(self._model.path, config.tensor)
         self._launched = SglangServers(
-            build_dataclass(SglangServerConfig, self._cfg.servers, where=WHERE),
+            config,
             model_path=self._model.path,
             log_folder=self._model.run_folder,
             returns_routes=self._wants_routes,

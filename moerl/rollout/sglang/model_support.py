@@ -1,0 +1,79 @@
+"""Which models SGLang 0.5.23 computes otherwise than their config.json says.
+
+Its code for a family writes down what published models of it have in common. It loads a model of another kind without a
+word (parameters that it makes up and does not find stay as they were made) and answers for another policy. Held against
+transformers on a server: a tied head is 2.0 off in log-probability, a layer without experts 0.25, another epsilon 8e-4.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moerl.errors import ConfigError
+
+UNTIED = {"tie_word_embeddings": False}
+SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+SERVED_AS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": UNTIED | SPARSE,
+    "qwen2_moe": UNTIED | SPARSE,
+    "glm4_moe": UNTIED,
+    "minimax_m2": UNTIED,
+    "mixtral": UNTIED,
+    "olmoe": UNTIED | {"rms_norm_eps": 1e-5, "norm_topk_prob": False},
+}
+"""Family -> field -> the value that its code has for it, which is also what a missing field means."""
+DERIVED_HEADS = ("mixtral", "olmoe", "qwen2_moe")
+"""Families whose head size it takes as hidden_size / num_attention_heads."""
+
+
+def refuse_other_arithmetic(folder: Path, tensor: int = 1) -> None:
+    """Refuse the model of `folder` where a server would compute another one; a folder without config.json passes.
+
+    Args:
+        folder: Hugging Face folder.
+        tensor: processes that share a layer, where that is known.
+
+    Raises:
+        ConfigError: names every field, what the model has and what SGLang computes with.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        return
+    faults = [f"{path}: {fault}" for fault in _faults(json.loads(path.read_text()), tensor)]
+    if faults:
+        raise ConfigError(*(f"{fault}; sample with rollout.engine=local" for fault in faults))
+
+
+def _faults(model: Mapping[str, Any], tensor: int) -> Iterator[str]:
+    family = model.get("model_type", "")
+    for field, fixed in SERVED_AS.get(family, {}).items():
+        value = model.get(field)
+        if value is not None and value != fixed:
+            yield f"{field} is {value}, but SGLang serves {family} as if it were {fixed}"
+    if family in DERIVED_HEADS and model.get("head_dim") is not None:
+        derived = model["hidden_size"] // model["num_attention_heads"]
+        if model["head_dim"] != derived:
+            yield f"head_dim is {model['head_dim']}, but SGLang serves {family} with heads of {derived}"
+    if family == "minimax_m2" and model.get("rotary_dim") is None and model.get("partial_rotary_factor", 1.0) != 1.0:
+        yield (
+            f"partial_rotary_factor is {model['partial_rotary_factor']}, but SGLang reads rotary_dim alone; set that"
+        )
+    if family == "olmoe":
+        yield from _olmoe_faults(model, tensor)
+
+
+def _olmoe_faults(model: Mapping[str, Any], tensor: int) -> Iterator[str]:
+    heads = model["num_attention_heads"]
+    if (model.get("num_key_value_heads") or heads) != heads:
+        yield (
+            f"num_key_value_heads is {model['num_key_value_heads']}, but SGLang serves olmoe with as many as "
+            f"num_attention_heads, {heads}"
+        )
+    if tensor > 1:
+        yield (
+            f"SGLang normalises queries and keys of olmoe over all heads, which {tensor} processes do not have; set "
+            "rollout.engine.servers.tensor to 1"
+        )
