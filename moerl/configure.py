@@ -55,12 +55,16 @@ def check_plugins(cfg: RunConfig) -> None:
 
 
 def _engine_rules(cfg: RunConfig) -> list[str]:
-    """What the algorithm asks of the engine."""
+    """What the algorithm asks of the engine, and whether it computes the model as it is."""
     from moerl.algorithms.registries import trust_regions
     from moerl.rollout.engine import engines
 
     trust, trust_cfg = trust_regions.resolve(cfg.algorithm.trust)
-    engine, _ = engines.resolve(cfg.rollout.engine)
+    engine, engine_cfg = engines.resolve(cfg.rollout.engine)
+    try:
+        engine.traits.get("check_model", _anything)(engine_cfg, Path(cfg.model.path))
+    except ConfigError as error:
+        return [str(error)]
     needs_of = trust.traits.get("needs_of")
     asks_topk = needs_of is not None and "rollout_topk" in needs_of(trust_cfg)
     if asks_topk and not engine.traits.get("returns_topk", False):
@@ -139,7 +143,7 @@ def _is_here(url: str) -> bool:
     return urlsplit(url).hostname in {"127.0.0.1", "localhost", "::1"}
 
 
-def _anything(env_cfg: Any) -> tuple[str, ...]:
+def _anything(*_: Any) -> tuple[str, ...]:
     return ()
 
 

@@ -13,7 +13,8 @@ the weights that an engine starts with, is left at its default of 0 there; whoev
 
 Capabilities are traits beside it: `returns_topk=True` promises that a completion carries `top_logprobs` where
 `SamplingParams.top_logprobs` asks for them. What a configuration needs and the engine does not promise is refused when
-the configuration is read.
+the configuration is read. `check_model=f`: `f(config, folder)` raises ConfigError for a model that it cannot serve as
+it is.
 """
 
 from __future__ import annotations

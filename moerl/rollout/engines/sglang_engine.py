@@ -88,7 +88,19 @@ class SglangEngineConfig:
             raise ConfigError(*faults)
 
 
-@engines.register("sglang", SglangEngineConfig, injects=("served_model", "policy_version", "sender"), returns_topk=True)
+def check_model(cfg: SglangEngineConfig, folder: Path) -> None:
+    """Raises ConfigError where the servers of `cfg` would compute another model than that of `folder`."""
+    tensor = (cfg.servers or {}).get("tensor", 1)
+    refuse_other_arithmetic(folder, tensor if isinstance(tensor, int) else 1)
+
+
+@engines.register(
+    "sglang",
+    SglangEngineConfig,
+    injects=("served_model", "policy_version", "sender"),
+    returns_topk=True,
+    check_model=check_model,
+)
 class SglangEngine:
     """Keeps `RolloutEngine`. May be called from any event loop, and from several threads at once.
 
@@ -114,6 +126,7 @@ class SglangEngine:
                 "rollout.engine (sglang) needs either urls, of servers that run, such as "
                 '["http://127.0.0.1:30000"], or servers, to launch some; it has ' + ("both" if cfg.urls else "neither")
             )
+        check_model(cfg, served_model.path)
         self._cfg = cfg
         self._model = served_model
         self._first_version = policy_version
@@ -233,12 +246,9 @@ class SglangEngine:
         from moerl.rollout.sglang.servers import SglangServers, attach
 
         if self._cfg.servers is None:
-            refuse_other_arithmetic(self._model.path)
             return attach(self._cfg.urls, key_file=Path(self._cfg.key_file) if self._cfg.key_file else None)
-        config = build_dataclass(SglangServerConfig, self._cfg.servers, where=WHERE)
-        refuse_other_arithmetic(self._model.path, config.tensor)
         self._launched = SglangServers(
-            config,
+            build_dataclass(SglangServerConfig, self._cfg.servers, where=WHERE),
             model_path=self._model.path,
             log_folder=self._model.run_folder,
             returns_routes=self._wants_routes,

@@ -30,7 +30,7 @@ DERIVED_HEADS = ("mixtral", "olmoe", "qwen2_moe")
 
 
 def refuse_other_arithmetic(folder: Path, tensor: int = 1) -> None:
-    """Refuse the model of `folder` where a server would compute another one; a folder without config.json passes.
+    """Refuse the model of `folder` where a server would compute another one; one without a readable config.json passes.
 
     Args:
         folder: Hugging Face folder.
@@ -40,9 +40,11 @@ def refuse_other_arithmetic(folder: Path, tensor: int = 1) -> None:
         ConfigError: names every field, what the model has and what SGLang computes with.
     """
     path = folder / "config.json"
-    if not path.is_file():
+    try:
+        model = json.loads(path.read_text())
+    except (OSError, ValueError):  # whoever builds the model says so
         return
-    faults = [f"{path}: {fault}" for fault in _faults(json.loads(path.read_text()), tensor)]
+    faults = [f"{path}: {fault}" for fault in _faults(model, tensor)]
     if faults:
         raise ConfigError(*(f"{fault}; sample with rollout.engine=local" for fault in faults))
 
@@ -53,27 +55,22 @@ def _faults(model: Mapping[str, Any], tensor: int) -> Iterator[str]:
         value = model.get(field)
         if value is not None and value != fixed:
             yield f"{field} is {value}, but SGLang serves {family} as if it were {fixed}"
-    if family in DERIVED_HEADS and model.get("head_dim") is not None:
-        derived = model["hidden_size"] // model["num_attention_heads"]
-        if model["head_dim"] != derived:
-            yield f"head_dim is {model['head_dim']}, but SGLang serves {family} with heads of {derived}"
+    heads = model.get("num_attention_heads") or 1
+    derived = (model.get("hidden_size") or 0) // heads
+    if family in DERIVED_HEADS and model.get("head_dim") not in (None, derived):
+        yield f"head_dim is {model['head_dim']}, but SGLang serves {family} with heads of {derived}"
     if family == "minimax_m2" and model.get("rotary_dim") is None and model.get("partial_rotary_factor", 1.0) != 1.0:
         yield (
             f"partial_rotary_factor is {model['partial_rotary_factor']}, but SGLang reads rotary_dim alone; set that"
         )
     if family == "olmoe":
-        yield from _olmoe_faults(model, tensor)
-
-
-def _olmoe_faults(model: Mapping[str, Any], tensor: int) -> Iterator[str]:
-    heads = model["num_attention_heads"]
-    if (model.get("num_key_value_heads") or heads) != heads:
-        yield (
-            f"num_key_value_heads is {model['num_key_value_heads']}, but SGLang serves olmoe with as many as "
-            f"num_attention_heads, {heads}"
-        )
-    if tensor > 1:
-        yield (
-            f"SGLang normalises queries and keys of olmoe over all heads, which {tensor} processes do not have; set "
-            "rollout.engine.servers.tensor to 1"
-        )
+        if (model.get("num_key_value_heads") or heads) != heads:
+            yield (
+                f"num_key_value_heads is {model['num_key_value_heads']}, but SGLang serves olmoe with as many as "
+                f"num_attention_heads, {heads}"
+            )
+        if tensor > 1:
+            yield (
+                "SGLang normalises queries and keys of olmoe over all heads, which none of "
+                f"{tensor} processes has: set rollout.engine.servers.tensor to 1"
+            )

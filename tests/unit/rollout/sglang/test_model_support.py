@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from fake_servers import LAYOUT
 
+from moerl.configure import load
 from moerl.errors import ConfigError
 from moerl.rollout.engine import ServedModel
 from moerl.rollout.engines.sglang_engine import SglangEngine, SglangEngineConfig
@@ -14,6 +17,8 @@ from moerl.rollout.sglang.model_support import refuse_other_arithmetic
 from moerl.weight_sync.servers import SenderPlace
 from moerl.weight_sync.transports.disk import DiskConfig, DiskSender
 
+DEMO = Path(__file__).resolve().parents[4] / "configs" / "demo" / "gspo.yaml"
+POLICY = DEMO.parent / "policy"
 OLMOE = {
     "model_type": "olmoe",
     "hidden_size": 2048,
@@ -41,6 +46,8 @@ def test_fields_that_transformers_would_fill_in_pass(tmp_path):
     refuse_other_arithmetic(written(tmp_path, bare), 1)
     refuse_other_arithmetic(written(tmp_path, {**QWEN3, "mlp_only_layers": None, "tie_word_embeddings": False}), 1)
     refuse_other_arithmetic(tmp_path / "nothing here", 2)
+    (tmp_path / "config.json").write_text("{ no JSON")
+    refuse_other_arithmetic(tmp_path, 2)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +64,7 @@ def test_fields_that_transformers_would_fill_in_pass(tmp_path):
         ),
         ({"model_type": "minimax_m2", "partial_rotary_factor": 0.5}, 1, "SGLang reads rotary_dim alone; set that"),
         ({**OLMOE, "num_key_value_heads": 4}, 1, "num_key_value_heads is 4, but .* as num_attention_heads, 16"),
-        (OLMOE, 2, "which 2 processes do not have; set rollout.engine.servers.tensor to 1"),
+        (OLMOE, 2, "which none of 2 processes has: set rollout.engine.servers.tensor to 1"),
         ({**MIXTRAL, "head_dim": 64}, 1, "head_dim is 64, but SGLang serves mixtral with heads of 128; sample with"),
         ({**OLMOE, "head_dim": 64}, 1, "head_dim is 64, but SGLang serves olmoe with"),
     ],
@@ -73,4 +80,19 @@ def test_the_engine_refuses_before_it_looks_for_a_server(tmp_path, servers):
     sender = DiskSender(DiskConfig(), SenderPlace(tmp_path / "engine_weights", tmp_path))
     with pytest.raises(ConfigError) as refused:
         SglangEngine(SglangEngineConfig(**servers), served_model=model, sender=sender)
-    assert ("2 processes" in str(refused.value)) == ("servers" in servers)
+    assert ("none of 2 processes" in str(refused.value)) == ("servers" in servers)
+
+
+@pytest.mark.parametrize("engine", [{"name": "sglang", "servers": {}}, {"name": "local"}])
+def test_a_configuration_is_refused_before_a_model_is_built(tmp_path, engine):
+    folder = tmp_path / "tied"
+    shutil.copytree(POLICY, folder)
+    model = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**model, "tie_word_embeddings": True}))
+    transport = "disk" if engine["name"] == "sglang" else "in_process"
+    overrides = [f"model.path={folder}", f"rollout.engine={json.dumps(engine)}", f"weight_sync.transport={transport}"]
+    if engine["name"] == "local":
+        load(DEMO, overrides)
+        return
+    with pytest.raises(ConfigError, match=r"tied/config.json: tie_word_embeddings is True, but SGLang"):
+        load(DEMO, overrides)
