@@ -42,7 +42,7 @@ RECOMPUTE = {
 }
 """Recomputation runs along, where replay must serve each micro-batch its own routes again."""
 MOVING = {"alltoall": "selective", "context": "full", "pipeline": "full", "overlap": "none", "interleaved": "none"}
-"""Layouts in which the balancing bias moves, and their recomputation: a second pass must count no token twice."""
+"""Layouts in which the balancing bias moves, and their recomputation."""
 RATE = 0.01
 MOVES = 6
 """Of three steps of two minibatches."""

@@ -9,6 +9,7 @@ import torch
 from tiny_models import KINDS, forward_of, make_model, save_model
 
 from moerl.errors import ConfigError, NumericsError
+from moerl.mcore import balancing
 from moerl.mcore.router_replay import below_lost_groups
 from moerl.models.family import family_of
 from moerl.models.hf_export import write_hf_folder
@@ -139,6 +140,19 @@ def test_the_bias_moves_by_the_setting_alone(kit, sigmoid_folder, micro, rate):
         load = torch.bincount(chosen[:, index].flatten(), minlength=12).float()
         wanted = before[BIAS.format(layer)] + rate * torch.sign(load.mean() - load)
         assert torch.equal(biases(policy)[BIAS.format(layer)], wanted)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_load_counts_every_token_once(kit, sigmoid_folder, micro, recompute, monkeypatch):
+    """Twice for every token would move no bias otherwise, twice for some would."""
+    seen = []
+    monkeypatch.setattr(
+        balancing, "get_updated_expert_bias", lambda loads, biases, *_, **__: seen.append(loads.clone()) or biases
+    )
+    policy = kit.make_policy(sigmoid_folder, model={"router_bias_update_rate": 0.01}, recompute=recompute)
+    policy.update(kit.make_step([replace(micro, routes=None, has_route=None)]), kit.Nll())
+    (loads,) = seen
+    assert loads.sum(-1).tolist() == [len(micro.token_ids) * KINDS["sigmoid"].topk] * len(MOE_LAYERS)
 
 
 def test_a_step_that_fails_leaves_the_bias_as_it_was(kit, sigmoid_folder, micro):
