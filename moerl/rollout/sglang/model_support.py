@@ -59,10 +59,10 @@ def _faults(model: Mapping[str, Any], tensor: int) -> Iterator[str]:
     derived = (model.get("hidden_size") or 0) // heads
     if family in DERIVED_HEADS and model.get("head_dim") not in (None, derived):
         yield f"head_dim is {model['head_dim']}, but SGLang serves {family} with heads of {derived}"
-    if family == "minimax_m2" and model.get("rotary_dim") is None and model.get("partial_rotary_factor", 1.0) != 1.0:
-        yield (
-            f"partial_rotary_factor is {model['partial_rotary_factor']}, but SGLang reads rotary_dim alone; set that"
-        )
+    rope = model.get("rope_parameters") or {}
+    share = model.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    if family == "minimax_m2" and model.get("rotary_dim") is None and share != 1.0:
+        yield f"partial_rotary_factor is {share}, but SGLang reads rotary_dim alone; set that"
     if family == "olmoe":
         if (model.get("num_key_value_heads") or heads) != heads:
             yield (

@@ -63,6 +63,11 @@ def test_fields_that_transformers_would_fill_in_pass(tmp_path):
             "tie_word_embeddings is True, but .*; sample with rollout",
         ),
         ({"model_type": "minimax_m2", "partial_rotary_factor": 0.5}, 1, "SGLang reads rotary_dim alone; set that"),
+        (
+            {"model_type": "minimax_m2", "rope_parameters": {"partial_rotary_factor": 0.5}},
+            1,
+            "partial_rotary_factor is 0.5, but SGLang reads rotary_dim alone",
+        ),
         ({**OLMOE, "num_key_value_heads": 4}, 1, "num_key_value_heads is 4, but .* as num_attention_heads, 16"),
         (OLMOE, 2, "which none of 2 processes has: set rollout.engine.servers.tensor to 1"),
         ({**MIXTRAL, "head_dim": 64}, 1, "head_dim is 64, but SGLang serves mixtral with heads of 128; sample with"),
