@@ -37,8 +37,8 @@ sft: setup  ## rebuild the demo's warm start by supervised training
 	@$(VENV)/bin/moerl train configs/demo/sft.yaml run.resume=never $(ARGS)
 	@if cmp runs/demo-sft/hf/model.safetensors configs/demo/policy/model.safetensors; \
 		then echo 'the rebuilt policy equals the shipped one, bit for bit'; \
-		else echo 'the rebuilt policy, runs/demo-sft/hf, is not the shipped one, which was built on an AMD EPYC: the matrix' \
-			'products of another processor round otherwise. On such a one something has changed' >&2; exit 1; fi
+		else echo 'the rebuilt policy, runs/demo-sft/hf, is not the shipped one. The matrix' \
+			'products of another processor than it was built on round otherwise (seen on an Intel Xeon)' >&2; exit 1; fi
 
 sglang:  ## make the environment of the SGLang servers, or bring it up to date
 	@$(SGLANG_PYTHON) tools/setup_sglang.py --venv $(SGLANG_VENV)

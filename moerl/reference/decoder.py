@@ -2,8 +2,8 @@
 
 A row's result should not depend on its neighbours, to the last bit, so that sampling can be repeated in any batch.
 Position j of every sequence sits at cache index j, prompts run with those of their own length, and two constants below
-keep torch on kernels that treat every row alike. That was measured with MKL on an AMD EPYC. On an Intel Xeon the last
-bits of few queries' scores follow the number of keys, which is that of the batch's longest row.
+keep torch on kernels that treat every row alike (measured with MKL on one x86 machine). On an Intel Xeon the
+last bits of few queries' scores follow the number of keys, which is that of the batch's longest row.
 """
 
 from __future__ import annotations

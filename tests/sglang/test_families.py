@@ -1,6 +1,6 @@
 """Level 2: what `moerl convert` exports of a sharded checkpoint is what a real SGLang server serves, for every family
-that SGLang can serve without a GPU. Its kernels for the others (Qwen2-MoE's shared gate, latent attention, MiniMax-M2's
-norms, gpt-oss's attention) need one.
+that SGLang served on a CPU here. With the others (Qwen2-MoE, latent attention, MiniMax-M2, gpt-oss) it ended in errors
+of its own.
 """
 
 from __future__ import annotations
