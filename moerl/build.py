@@ -29,7 +29,7 @@ from moerl.build_credit import (
     packs_pairs,
 )
 from moerl.build_ranks import build_records, following_side, leading_side
-from moerl.build_rollout import Data, build_rollout_side, engine_precision, load_data, reward_weights
+from moerl.build_rollout import Data, build_rollout_side, load_data, reward_weights
 from moerl.checkpoint import Checkpoint, CheckpointStore
 from moerl.config.rollout_rules import releases_memory
 from moerl.config.schema import RunConfig
@@ -46,6 +46,7 @@ from moerl.metrics import Metrics
 from moerl.models.hf_export import copied_files
 from moerl.probe import RouteProbe
 from moerl.protocols import Policy, Team
+from moerl.rollout.engine import engines
 from moerl.run_folder import CHECKPOINTS, config_id, find_checkpoint, folder_of, is_finished, lock, model_id, prepare
 from moerl.share import SampleShare, trained_on
 from moerl.telemetry.trace import Trace
@@ -168,6 +169,13 @@ def _learner(cfg: RunConfig, policy: MegatronPolicy) -> Policy:
     return ActorCritic(policy, critic, pretrain_steps=section.pretrain_steps, merge=_merge(policy))
 
 
+def _contract(cfg: RunConfig) -> StepZeroContract:
+    engine, engine_cfg = engines.resolve(cfg.rollout.engine, where="rollout.engine")
+    precision = getattr(engine_cfg, "precision", "fp32")
+    rounding = engine.traits.get("fp32_rounding", 0.0)
+    return StepZeroContract(cfg.precision.params, precision, cfg.telemetry.contract_tolerance, rounding)
+
+
 def _merge(policy: MegatronPolicy) -> Callable[[Metrics], Metrics]:
     return lambda metrics: merge_over_ranks(metrics, policy.parallel)
 
@@ -216,7 +224,7 @@ def _rooms(
         evaluator=around.evaluator,
         probe=probe,
         start_probe=lambda: probe.start(share.whole(around.draw_probe(), num_data_ranks)),
-        contract=StepZeroContract(cfg.precision.params, engine_precision(cfg), cfg.telemetry.contract_tolerance),
+        contract=_contract(cfg),
         checkpoints=store,
         records=records,
         merge=_merge(policy),

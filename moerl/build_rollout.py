@@ -234,11 +234,6 @@ def build_rollout_side(
     return RolloutSide(train_engine, eval_engine, collector, eval_collector, sampling)
 
 
-def engine_precision(cfg: RunConfig) -> str:
-    """Of the engine's arithmetic, as its configuration says or by default has it."""
-    return getattr(engines.resolve(cfg.rollout.engine, where="rollout.engine")[1], "precision", "fp32")
-
-
 def served_model(cfg: RunConfig) -> ServedModel:
     """What an engine of remote servers knows of the model and the run; of every family that the learner builds.
 

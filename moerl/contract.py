@@ -26,7 +26,9 @@ class StepZeroContract:
     learner_precision: str
     engine_precision: str
     tolerance: float = 1e-5
-    """In fp32: of `1 + |logprob|` for every token, of a ratio's distance from 1, and of the margin of a near tie."""
+    """In fp32: of every token's logprob, of a ratio's distance from 1, and of the margin of a near tie."""
+    engine_rounding: float = 0.0
+    """Allowed of a token's logprob if it is more: how far an engine's own fp32 arithmetic may be off."""
 
     @property
     def is_exact(self) -> bool:
@@ -41,7 +43,11 @@ class StepZeroContract:
         """
         problems = []
         checks = (
-            ("contract/logp_gap", self.tolerance, "the trainer's logprobs differ from the engine's"),
+            (
+                "contract/logp_gap",
+                max(self.tolerance, self.engine_rounding),
+                "the trainer's logprobs differ from the engine's",
+            ),
             ("contract/route_margin", self.tolerance, "routes differ that were no near tie"),
             ("contract/ratio_deviation", self.tolerance, "the first minibatch's ratio is not 1"),
             ("contract/clip_fraction", 0.0, "a clip binds in the first minibatch"),

@@ -56,8 +56,8 @@ class TelemetrySection:
     """Held-out prompts whose answers at step 0 are the fixed probe of route drift (`route_probe/*`, `route_long/*`); 0
     is off."""
     contract_tolerance: float = 1e-5
-    """How far trainer and engine may be apart before the first update, both in fp32: of `1 + |logprob|` for every
-    token, and of the margin by which a route that differs was chosen."""
+    """How far trainer and engine may be apart before the first update, both in fp32: in the logprob of every token (an
+    engine may allow itself more), and in the margin by which a route that differs was chosen."""
     ngrams: list[int] = field(default_factory=lambda: [2, 4])
     """The n of `rollout/distinct_n`: the share of distinct n-grams of tokens among those of a group's answers."""
     reflection_words: list[str] = field(default_factory=lambda: list(REFLECTION_WORDS))

@@ -68,8 +68,7 @@ def _agreement_without_experts(batch: MicroBatch, logprobs: Tensor) -> Metrics:
 
 
 def _logp_gap(batch: MicroBatch, logprobs: Tensor, judged: Tensor) -> Max:
-    scale = 1 + batch.rollout_logprobs.abs()  # a logprob is the difference of two numbers of about its size
-    return _largest(((logprobs - batch.rollout_logprobs).abs() / scale)[judged])
+    return _largest((logprobs - batch.rollout_logprobs).abs()[judged])
 
 
 def _any_so_far(flags: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from moerl.mcore.latent_attention import SAVED_NAMES, LatentAttention
-from moerl.mcore.local_spec import PackedAttention, RMSNorm
+from moerl.mcore.local_spec import PackedAttention
+from moerl.mcore.norms import HeadNorm, RMSNorm, WideRMSNorm
 from moerl.mcore.parallel import Axis
 from moerl.mcore.router_replay import ReplayRouter
-from moerl.mcore.wide_norm import WideRMSNorm
 
 
 def block_spec(
@@ -34,7 +34,7 @@ def block_spec(
         parts: Any = layer.submodules
         parts.mlp = _with_replay_router(parts.mlp)
         if wide_norms is not None:
-            _widen(parts.self_attention.submodules, config, wide_norms)
+            _widen(parts.self_attention.submodules, config, wide_norms, stays_wide=not use_te)
         if use_te:
             continue
         if config.add_bias_linear and _has_experts(parts.mlp):
@@ -51,16 +51,16 @@ def block_spec(
         attention = parts.self_attention.submodules
         for name in ("q_layernorm", "k_layernorm"):
             if wide_norms is None and getattr(attention, name) is not IdentityOp:
-                setattr(attention, name, RMSNorm)
+                setattr(attention, name, HeadNorm)
     if not use_te:
         spec.layer_norm = RMSNorm
     return spec
 
 
-def _widen(attention: Any, config: TransformerConfig, axis: Axis) -> None:
+def _widen(attention: Any, config: TransformerConfig, axis: Axis, *, stays_wide: bool) -> None:
     sizes = {"q_layernorm": config.num_attention_heads, "k_layernorm": config.num_query_groups}
     for name, heads in sizes.items():
-        setattr(attention, name, functools.partial(WideRMSNorm, heads=heads, axis=axis))
+        setattr(attention, name, functools.partial(WideRMSNorm, heads=heads, axis=axis, stays_wide=stays_wide))
 
 
 class ExpertOutput(RowParallelLinear):

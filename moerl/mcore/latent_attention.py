@@ -22,7 +22,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moerl.mcore.local_spec import PackedAngles, RMSNorm
+from moerl.mcore.local_spec import PackedAngles
+from moerl.mcore.norms import RMSNorm
 
 LATENT_EPS = 1e-6
 """Of the norms of latents, in DeepSeek's own code and in transformers'."""

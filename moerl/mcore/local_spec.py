@@ -1,14 +1,20 @@
-"""What megatron's local layer spec lacks for packed sequences without TransformerEngine: attention, norm, positions.
+"""What megatron's local layer spec lacks for packed sequences without TransformerEngine: attention and positions.
 
 Core attention of the local spec refuses packed (THD) input, and its THD rotary embedding works sequence by sequence.
 Here packed queries, keys and values are spread to right-padded [n, smax] once per call, so that plain causal attention
 is exact (a query never sees what comes after it) and no [t, t] mask is built.
+
+Of a float32 model, attention computes in float64 from the norms of queries and keys to the mixed values: most of what
+two float32 forwards of one model differ by arises there and in the norms, and the built-in sampler computes alike
+(`docs/decisions.md`, the step-0 contract).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -200,7 +206,7 @@ class PackedAttention(MegatronModule):
 
         Values may have a width of their own, which is then that of the result.
         """
-        layout = packed_seq_params
+        layout, dtype = packed_seq_params, value.dtype
         if layout.groups is not None:
             assert layout.collect is not None
             parts = []
@@ -212,6 +218,7 @@ class PackedAttention(MegatronModule):
             both = torch.cat([key, value], -1)
             widths = [key.shape[-1], value.shape[-1]]
             key, value = gather_from_sequence_parallel_region(both, group=self._groups.cp).split(widths, -1)
+            value = value.to(dtype)  # keys may be wider
         query = self._spread(query, layout.spread, layout.num_seqs)
         places = layout.spread if layout.spread_keys is None else layout.spread_keys
         key, value = (self._spread(x, places, layout.num_seqs) for x in (key, value))
@@ -229,16 +236,19 @@ class PackedAttention(MegatronModule):
             query, key, value, visible = self._with_sink(query, key, value, visible)
         width = max(query.shape[-1], wanted)
         query, key, value = (_widened(x, width) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
+        dropout = self.config.attention_dropout if self.training else 0.0
+        mixed = functools.partial(
+            F.scaled_dot_product_attention,
             attn_mask=visible,
             is_causal=visible is None,
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
-            dropout_p=self.config.attention_dropout if self.training else 0.0,
+            dropout_p=dropout,
         )
+        if dropout or value.dtype != torch.float32:  # with dropout nothing is computed twice
+            out = mixed(query.to(value.dtype), key.to(value.dtype), value)
+        else:
+            out = _ExactForward.apply(mixed, query, key, value)
         return out[:, :, -length:, :wanted].transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _windowed(self, query: Tensor, visible: Tensor | None) -> Tensor | None:
@@ -289,25 +299,30 @@ class PackedAttention(MegatronModule):
         )
 
 
+class _ExactForward(torch.autograd.Function):
+    """A function computed in float64, and once more in float32 for its gradient: that needs no more digits than the
+    products around it have, and torch's float64 kernel takes four times as long going back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Of float32 and float64 tensors, a float32 one."""
+        ctx.function, ctx.dtypes = function, [x.dtype for x in tensors]
+        ctx.save_for_backward(*(x.float() for x in tensors))
+        return function(*(x.double() for x in tensors)).float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """As torch's own of the function in float32."""
+        tensors = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.function(*tensors)
+        found = torch.autograd.grad(out, tensors, grads[0])
+        return None, *(grad.to(dtype) for grad, dtype in zip(found, ctx.dtypes, strict=True))
+
+
 def _widened(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-
-
-class RMSNorm(torch.nn.Module):
-    """RMSNorm in float32, its weight marked for the sequence-parallel gradient sum (torch's wrapped one refuses it)."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        """`hidden_size` is the width that is normalised: the head dimension for query and key norms."""
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue] megatron's mark
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same shape and dtype."""
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, (x.shape[-1],), self.weight.float(), self.eps)
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
 
 
 class PackedAngles(torch.nn.Module):

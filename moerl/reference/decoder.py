@@ -4,6 +4,10 @@ A row's result should not depend on its neighbours, to the last bit, so that sam
 Position j of every sequence sits at cache index j, prompts run with those of their own length, and two constants below
 keep torch on kernels that treat every row alike (measured with MKL on one x86 machine). On an Intel Xeon the
 last bits of few queries' scores follow the number of keys, which is that of the batch's longest row.
+
+Norms, and attention from those of queries and keys to the mixed values, are in float64, as in the learner's own
+(`local_spec`): most of what two float32 forwards differ by arises there. Measured in `docs/decisions.md`, the step-0
+contract.
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ from moerl.reference.precision import fake_quantise
 
 _MIN_ROWS = 4
 """A product of fewer rows takes another kernel, with other last bits; it is padded to this many."""
+_ATTENTION = torch.float64
 _LENGTH_STEP = 16
 """Keys are read in multiples of this, for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer, matrices transposed to [in, out] and contiguous; float32."""
+    """One layer, matrices transposed to [in, out] and contiguous; float32, the norms of queries and keys float64."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -76,6 +81,9 @@ class DecoderWeights:
         def vector(name: str) -> Tensor:
             return weights[name].detach().to("cpu", torch.float32, copy=True)
 
+        def head_norm(name: str) -> Tensor | None:
+            return vector(name).to(_ATTENTION) if cfg.qk_norm else None
+
         def mlp(home: str, parts: tuple[str, str, str] = PARTS) -> tuple[Tensor, Tensor]:
             gate, up, down = (f"{home}{part}.weight" for part in parts)
             return matrix(gate, up), matrix(down)
@@ -92,8 +100,8 @@ class DecoderWeights:
                 input_norm=vector(f"{at}input_layernorm.weight"),
                 qkv=matrix(*(f"{at}self_attn.{part}_proj.weight" for part in "qkv")),
                 qkv_bias=torch.cat(biases) if biases else None,
-                q_norm=vector(f"{at}self_attn.q_norm.weight") if cfg.qk_norm else None,
-                k_norm=vector(f"{at}self_attn.k_norm.weight") if cfg.qk_norm else None,
+                q_norm=head_norm(f"{at}self_attn.q_norm.weight"),
+                k_norm=head_norm(f"{at}self_attn.k_norm.weight"),
                 output=matrix(f"{at}self_attn.o_proj.weight"),
                 post_norm=vector(f"{at}post_attention_layernorm.weight"),
                 router=matrix(f"{home}gate.weight") if is_moe else None,
@@ -114,7 +122,7 @@ class DecoderWeights:
 
 
 class KVCache:
-    """Keys and values of every layer, [l, 2, b, kv_heads, capacity, d]; grows by doubling."""
+    """Keys and values of every layer, [l, 2, b, kv_heads, capacity, d] float64; grows by doubling."""
 
     def __init__(self, store: Tensor) -> None:
         self._store = store
@@ -123,7 +131,7 @@ class KVCache:
     @classmethod
     def empty(cls, cfg: ReferenceConfig, rows: int, capacity: int) -> KVCache:
         """Zeros: what is masked must still be finite."""
-        return cls(torch.zeros(cfg.num_layers, 2, rows, cfg.num_kv_heads, capacity, cfg.head_dim))
+        return cls(torch.zeros(cfg.num_layers, 2, rows, cfg.num_kv_heads, capacity, cfg.head_dim, dtype=_ATTENTION))
 
     def reserve(self, length: int) -> None:
         """Make room for positions below `length`."""
@@ -185,7 +193,7 @@ class Decoder:
         length = -(-(int(positions.max()) + 1) // _LENGTH_STEP) * _LENGTH_STEP
         cache.reserve(length)
         unseen = torch.arange(length) > positions[:, None]
-        bias = torch.zeros(unseen.shape).masked_fill_(unseen, float("-inf"))[:, None, None]
+        bias = torch.zeros(unseen.shape, dtype=_ATTENTION).masked_fill_(unseen, float("-inf"))[:, None, None]
         x, routes = self._run(token_ids[:, None], self._pass(positions[:, None], cache, bias))
         return self._logits(x[:, 0]), routes[:, 0]
 
@@ -197,7 +205,8 @@ class Decoder:
         return _product(self._norm(x, self.weights.norm), self.weights.head)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.cfg.rms_norm_eps)
+        wide, size = x.double(), (x.shape[-1],)
+        return F.rms_norm(wide, size, weight.double(), self.cfg.rms_norm_eps).to(x.dtype)
 
     def _run(self, token_ids: Tensor, at: _Pass) -> tuple[Tensor, Tensor]:
         rows, width = token_ids.shape
@@ -221,10 +230,10 @@ class Decoder:
         qkv = _product(x.view(rows * width, -1), layer.qkv)
         if layer.qkv_bias is not None:
             qkv = qkv + layer.qkv_bias
-        q, k, v = qkv.view(rows, width, -1, cfg.head_dim).split([heads, kv_heads, kv_heads], dim=2)
+        q, k, v = qkv.to(_ATTENTION).view(rows, width, -1, cfg.head_dim).split([heads, kv_heads, kv_heads], dim=2)
         if layer.q_norm is not None and layer.k_norm is not None:
             if cfg.wide_qk_norm:
-                q, k = (self._norm(x.flatten(2), w).view(x.shape) for x, w in ((q, layer.q_norm), (k, layer.k_norm)))
+                q, k = (self._norm(y.flatten(2), w).view(y.shape) for y, w in ((q, layer.q_norm), (k, layer.k_norm)))
             else:
                 q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k = rotated(torch.cat([q, k], dim=2), *at.rotary).split([heads, kv_heads], dim=2)
@@ -237,7 +246,7 @@ class Decoder:
             grouped = q.view(rows, kv_heads, heads // kv_heads, cfg.head_dim)
             scores = grouped @ keys.transpose(-1, -2) * cfg.head_dim**-0.5 + at.bias
             mixed = scores.softmax(-1) @ values
-        return _product(mixed.reshape(rows * width, -1), layer.output).view(rows, width, -1)
+        return _product(mixed.reshape(rows * width, -1).to(x.dtype), layer.output).view(rows, width, -1)
 
     def _experts(self, x: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
         """x [t, h] -> output [t, h], experts [t, k] (None for a layer without)."""

@@ -14,7 +14,8 @@ the weights that an engine starts with, is left at its default of 0 there; whoev
 Capabilities are traits beside it: `returns_topk=True` promises that a completion carries `top_logprobs` where
 `SamplingParams.top_logprobs` asks for them. What a configuration needs and the engine does not promise is refused when
 the configuration is read. `check_model=f`: `f(config, folder)` raises ConfigError for a model that it cannot serve as
-it is.
+it is. `fp32_rounding=x`: how far the logprobs of its fp32 arithmetic may be off, where that is above the step-0
+contract's tolerance.
 """
 
 from __future__ import annotations

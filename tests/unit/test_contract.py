@@ -54,6 +54,18 @@ def test_the_tolerance_is_the_runs_own():
     assert wider.check({**AGREES, "contract/logp_gap": 3e-5}) == {"contract/holds": 1.0}
 
 
+def test_an_engine_may_round_more_which_widens_the_bound_of_logprobs_alone():
+    rounding = StepZeroContract("fp32", "fp32", engine_rounding=5e-5)
+    assert rounding.check({**AGREES, "contract/logp_gap": 4e-5}) == {"contract/holds": 1.0}
+    for name, value in (
+        ("contract/logp_gap", 6e-5),
+        ("contract/route_margin", 4e-5),
+        ("contract/ratio_deviation", 4e-5),
+    ):
+        with pytest.raises(NumericsError, match=name):
+            rounding.check({**AGREES, name: value})
+
+
 @pytest.mark.parametrize("name", [name for name, _, _ in BREAKS])
 def test_not_a_number_is_a_breach(name):
     with pytest.raises(NumericsError, match=f"{name} = nan"):

@@ -17,7 +17,7 @@ from moerl.metrics import Last, Metrics
 from moerl.rollout.engine import ServedModel, engines
 from moerl.rollout.sglang.bridge import Bridge, serve_loop
 from moerl.rollout.sglang.counts import Differences
-from moerl.rollout.sglang.model_support import refuse_other_arithmetic
+from moerl.rollout.sglang.model_support import FP32_ROUNDING, refuse_other_arithmetic
 from moerl.rollout.sglang.suited import look_at_servers
 from moerl.types import Completion, SamplingParams, WeightBucket
 
@@ -100,6 +100,7 @@ def check_model(cfg: SglangEngineConfig, folder: Path) -> None:
     injects=("served_model", "policy_version", "sender"),
     returns_topk=True,
     check_model=check_model,
+    fp32_rounding=FP32_ROUNDING,
 )
 class SglangEngine:
     """Keeps `RolloutEngine`. May be called from any event loop, and from several threads at once.

@@ -85,3 +85,27 @@ def test_a_group_pads_little_and_every_row_is_in_one(name):
     pairs = sum(count * (len(places) // count) ** 2 for places, count in layout.groups)
     exact = sum(length**2 for length in LENGTHS[name])
     assert pairs <= exact / 0.65 + 128**2 * len(LENGTHS[name])
+
+
+def test_a_float32_models_attention_is_computed_in_float64(monkeypatch):
+    """Scores of tens, as norms with large weights give them: float32 throughout would lose digits of them."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [40, 40]
+    query, key, value = (torch.randn(sum(lengths), heads, 6, generator=generator) for heads in (4, 2, 2))
+    module, layout = attention(monkeypatch), layout_of(lengths)
+    packed = [x.requires_grad_() for x in (query.double() * 4, key.double() * 4, value)]
+    out = module(*packed, packed_seq_params=layout)
+    exact = module(*(x.detach().double() for x in packed), packed_seq_params=layout)
+    plain = F.scaled_dot_product_attention(
+        *(x.detach().float().view(2, 40, -1, 6).transpose(1, 2) for x in packed), is_causal=True, enable_gqa=True
+    )
+    off = (plain.transpose(1, 2).flatten(0, 1).flatten(1) - exact).abs().max()
+    assert out.dtype == torch.float32
+    assert torch.equal(out, exact.float())
+    assert off > 10 * (out - exact).abs().max()
+    grads = torch.autograd.grad(out.sin().sum(), packed)
+    assert [grad.dtype for grad in grads] == [torch.float64, torch.float64, torch.float32]
+    wide = [x.detach().double().requires_grad_() for x in packed]
+    wanted = torch.autograd.grad(module(*wide, packed_seq_params=layout).sin().sum(), wide)
+    for grad, true in zip(grads, wanted, strict=True):
+        assert (grad - true).abs().max() <= 2e-5 * true.abs().max()
