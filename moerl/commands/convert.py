@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     same.add_argument(
         "--tolerance",
         type=float,
-        default=1e-5,
+        default=3e-5,
         help="of logits, per 1 + the largest of all after the same token (default %(default)s)",
     )
     same.add_argument("--rows", type=int, default=20, help="differences to print (default %(default)s)")

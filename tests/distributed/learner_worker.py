@@ -73,7 +73,7 @@ def build(case: dict[str, Any], layout: dict[str, Any], section: Any, needs: fro
 
 
 def pack(policy: MegatronPolicy, made: list[Sample], section: Any, case: dict[str, Any], seed: int) -> StepBatch:
-    """This rank's share of one step."""
+    """This rank's share of one step: two micro-batches a minibatch on up to two data ranks."""
     plan = plan_packing(
         [len(s.token_ids) for s in made],
         [s.group_id for s in made],
@@ -81,7 +81,7 @@ def pack(policy: MegatronPolicy, made: list[Sample], section: Any, case: dict[st
         dp_size=policy.parallel.dp.size,
         num_minibatches=2,
         num_epochs=case.get("epochs", 1),
-        max_tokens_per_microbatch=case.get("budget", 40),
+        max_tokens_per_microbatch=case.get("budget", 60 if policy.parallel.dp.size == 1 else 40),
         seed=seed,
         microbatch_multiple=policy.parallel.microbatch_multiple,
     )

@@ -24,7 +24,7 @@ from moerl.mcore.team import joined
 from moerl.protocols import Team
 from moerl.world import launched_world
 
-STEPS = 3
+STEPS = 2
 
 
 def run(case: dict[str, Any], team: Team, name: str, num_steps: int) -> None:

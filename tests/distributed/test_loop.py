@@ -198,7 +198,7 @@ def test_the_first_step_is_that_of_one_process(done, name):
 def test_answers_without_a_verdict_leave_ranks_without_a_sample(layouts):
     """What the runs called few are for."""
     errors = [row["rollout/errors"] for row in layouts.rows("dp4_few")[1:]]
-    assert len(errors) == 3
+    assert len(errors) == 2
     assert {1.0, 2.0, 3.0}.issuperset(errors), "of four answers to four data ranks"
 
 
@@ -212,9 +212,9 @@ def test_weights_after_the_first_step_are_those_of_one_process(layouts, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_step_and_two_are_three_steps_to_the_bit(done, name):
+def test_one_step_and_one_are_two_steps_to_the_bit(done, name):
     assert done.rows(f"{name}.parts")[2:] == done.rows(name)[2:]
-    assert [row["step"] for row in done.rows(name)] == [0, 1, 2, 3]
+    assert [row["step"] for row in done.rows(name)] == [0, 1, 2]
     for file in ("hf/model.safetensors", "exports/step_000002/model.safetensors", "samples.jsonl", "load.jsonl"):
         assert (done.runs / name / file).read_bytes() == (done.runs / f"{name}.parts" / file).read_bytes(), file
 

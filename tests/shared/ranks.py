@@ -35,12 +35,14 @@ def run_worker(
         folder: where the plan and what the worker writes go.
         processes: how many.
         limit_seconds: then they are stopped, and the test fails.
-        is_killed: a rank dies on purpose, and the job must end by it.
+        is_killed: a rank dies on purpose, and the job must end by it. Starts torchrun; else several processes are forks.
     """
     path = folder / f"plan_{len(list(folder.glob('plan_*')))}.json"
     path.write_text(json.dumps(plan))
+    arguments = [str(worker), str(path), str(folder)]
+    forks = [sys.executable, str(Path(__file__).with_name("forked_ranks.py")), str(processes), *arguments]
     done = subprocess.run(
-        command(processes, str(worker), str(path), str(folder)),
+        forks if processes > 1 and not is_killed else command(processes, *arguments),
         cwd=ROOT,
         env=environment(),
         capture_output=True,
