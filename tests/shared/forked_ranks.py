@@ -1,7 +1,7 @@
-"""Several processes of one worker, forked from one that has imported what they need: `forked_ranks.py N WORKER ARG ...`.
+"""Several processes of one worker, forked from one that has imported what they need.
 
-They find the environment that torch's launcher gives. What a fork cannot show (torchrun itself, how a launch ends with
-a dead rank) is seen by the tests that start torchrun.
+Started as `forked_ranks.py N WORKER ARGUMENT ...`. They find the environment that torch's launcher gives. What a fork
+cannot show (torchrun itself, how a launch ends with a dead rank) is seen by the tests that start torchrun.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import runpy
 import signal
 import socket
 import sys
+import traceback
+from pathlib import Path
 
 
 def main() -> int:
@@ -34,21 +36,21 @@ def main() -> int:
 
 
 def fork(rank: int, size: int, port: int, worker: str) -> int:
-    """Process id of a new rank."""
+    """Process id of a new rank, which never returns from here."""
     sys.stdout.flush()
     if pid := os.fork():
         return pid
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    sys.argv = sys.argv[2:]
+    sys.path[0] = str(Path(worker).parent)
     status = 1
     try:
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        sys.argv = sys.argv[2:]
-        sys.path[0] = os.path.dirname(worker)
         runpy.run_path(worker, run_name="__main__")
         status = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
     finally:
+        if status:
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

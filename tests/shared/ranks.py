@@ -35,7 +35,7 @@ def run_worker(
         folder: where the plan and what the worker writes go.
         processes: how many.
         limit_seconds: then they are stopped, and the test fails.
-        is_killed: a rank dies on purpose, and the job must end by it. Starts torchrun; else several processes are forks.
+        is_killed: a rank dies on purpose, and the job must end by it. It is torchrun's then; else ranks are forks.
     """
     path = folder / f"plan_{len(list(folder.glob('plan_*')))}.json"
     path.write_text(json.dumps(plan))

@@ -40,7 +40,10 @@ def count(work) -> tuple[int, int]:
 
 
 def test_forward_and_backward_of_the_tiny_model(kit, tiny_folder):
-    """Head and attention are computed once more in the backward; the counter takes a square where a causal mask leaves a half."""
+    """Head and attention are computed once more in the backward pass.
+
+    The counter takes a square where a causal mask leaves a half.
+    """
     from moerl.mcore.model import read_source
     from moerl.models.flops import forward_flops
 
