@@ -1,20 +1,29 @@
-"""What the loop tests run: a configuration, and the demo's policy with twice its layers, so that four stages fit."""
+"""What the loop tests run: a configuration, the demo's policy with twice its layers, so that four stages fit, and the
+ways to start it.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "demo"
+LIMIT_SECONDS = 1800
+"""Against a hang alone: five times what two cores take that have nothing else to do."""
+TIMES = ("_seconds", "per_second", "perf/tflops")
 
 METHODS: dict[str, dict[str, Any]] = {
     "gspo": {"preset": "gspo", "trust": {"lo": 3.0e-3, "hi": 4.0e-3}, "routing": "R2"},
@@ -96,3 +105,48 @@ def legal_layouts(processes: int, *, layers: int = 4, key_value_heads: int = 2) 
                 "virtual_pipeline": virtual,
             }
             yield {name: size for name, size in axes.items() if size > 1}
+
+
+class Bench:
+    """Files, and the ways to start what is tested."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs = folder / "runs"
+        model = deep_policy(folder / "deep")
+        self.configs = {method: write_config(folder, method, model) for method in METHODS}
+
+    def start(self, processes: int, *command: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ranks.command(processes, *command),
+            cwd=ROOT,
+            env=ranks.environment(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def train(self, name: str, *overrides: str) -> subprocess.Popen[str]:
+        return self.start(2, "-m", "moerl", "train", str(self.configs["gspo"]), f"run.name={name}", *overrides)
+
+    def plan(self, cases: dict[str, tuple[str, tuple[str, ...]]], file: str) -> str:
+        plan = [
+            {"name": name, "config": str(self.configs[method]), "overrides": list(more), "folder": str(self.runs)}
+            for name, (method, more) in cases.items()
+        ]
+        (self.folder / file).write_text(json.dumps(plan))
+        return str(self.folder / file)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        lines = (self.runs / name / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if not k.endswith(TIMES)} for line in lines]
+
+
+def finish(process: subprocess.Popen[str], limit_seconds: float = LIMIT_SECONDS) -> str:
+    try:
+        output, _ = process.communicate(timeout=limit_seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return output
