@@ -82,6 +82,8 @@ def environment() -> dict[str, str]:
 MAX_WORKERS = {"unit": 8, "contracts": 8, "distributed": 2, "e2e": 2}
 """Groups whose files are spread over the cores, and over how many at most: the tests of `distributed` start four
 processes each, which wait for one another half of the time; those of `e2e` train in one process and score in others."""
+WAITING = {"unit": 1}
+"""Workers beyond the cores: tests of servers and pools wait for a third of the group's time."""
 
 
 RUNNING: set[subprocess.Popen[bytes]] = set()
@@ -136,7 +138,7 @@ def run_group(name: str, folders: list[str], extra: list[str]) -> Result:
         report = Path(scratch) / "report.xml"
         arguments = ["-p", "no:cacheprovider", f"--junitxml={report}", "--durations=5", *extra, *folders]
         if name in MAX_WORKERS:
-            workers = min(os.cpu_count() or 1, MAX_WORKERS[name])
+            workers = min((os.cpu_count() or 1) + WAITING.get(name, 0), MAX_WORKERS[name])
             arguments += ["-n", str(workers), "--dist", "loadfile", "--max-worker-restart=0"]
         status, seconds = run([sys.executable, "-m", "pytest", *arguments])
         result = read_report(name, report) if report.exists() else Result(name, failed=1)
