@@ -1,7 +1,7 @@
 """Runs the checks and the test groups one after the other: `.venv/bin/python tools/run_tests.py [GROUP ...]`.
 
-Beside the checks, which keep one core busy, the environment of the SGLang servers is made. Prints each group's output
-as it comes, then a table of seconds and counts, every skip with its reason, and a last line
+Beside the checks, which keep one core busy, coverage is measured and the environment of the SGLang servers is made.
+Prints each group's output as it comes, then a table of seconds and counts, every skip with its reason, and a last line
 `N passed, N failed, N skipped`. The exit status is 0 only if nothing failed.
 """
 
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,16 +119,23 @@ def end(process: subprocess.Popen[bytes]) -> None:
     RUNNING.discard(process)
 
 
+@contextlib.contextmanager
+def told_at_its_end(title: str) -> Iterator[IO[bytes]]:
+    """A file for what something that runs beside others prints, which comes as a whole when it has ended."""
+    with tempfile.TemporaryFile() as output:
+        yield output
+        output.seek(0)
+        print(f"\n== {title}\n{output.read().decode(errors='replace').rstrip()}", flush=True)
+
+
 def run_check(name: str, command: list[str], *, is_beside: bool = False) -> Result:
-    """One linter counts as one test. What one that runs beside others prints comes as a whole at its end."""
-    if not is_beside:
+    """One linter counts as one test."""
+    if is_beside:
+        with told_at_its_end(name) as output:
+            status, seconds = run(command, output)
+    else:
         print(f"\n== {name}", flush=True)
         status, seconds = run(command)
-    else:
-        with tempfile.TemporaryFile() as output:
-            status, seconds = run(command, output)
-            output.seek(0)
-            print(f"\n== {name}\n{output.read().decode(errors='replace').rstrip()}", flush=True)
     return Result(name, seconds, passed=int(status == 0), failed=int(status != 0))
 
 
@@ -152,14 +160,14 @@ def run_group(name: str, folders: list[str], extra: list[str]) -> Result:
 def run_coverage() -> Result:
     """A check of its own, for every line of the room by branch: prints the table, fails below 100 %."""
     room, folder = COVERED
-    print(f"\n== coverage of {room} by {folder}", flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
+    with told_at_its_end(f"coverage of {room} by {folder}") as output, tempfile.TemporaryDirectory() as scratch:
         coverage, data = [sys.executable, "-m", "coverage"], f"--data-file={Path(scratch) / 'data'}"
         ignored = [f"--ignore-glob={pattern}" for pattern in NOT_FOR_COVERAGE]
         tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored, folder]
-        status, seconds = run([*coverage, "run", "--branch", f"--source={room}", data, *tests])
+        status, seconds = run([*coverage, "run", "--branch", f"--source={room}", data, *tests], output)
         if status == 0:
-            status, more = run([*coverage, "report", data, "--show-missing", "--skip-covered", "--fail-under=100"])
+            report = [*coverage, "report", data, "--show-missing", "--skip-covered", "--fail-under=100"]
+            status, more = run(report, output)
             seconds += more
     return Result(f"coverage {room.split('/')[-1]}", seconds, passed=int(status == 0), failed=int(status != 0))
 
@@ -225,12 +233,13 @@ def run_all(wanted: list[str], extra: list[str]) -> list[Result]:
     """The checks and groups of these names, in their order; `extra` arguments of pytest."""
     results: list[Result] = []
     present = {name: found for name, folders in GROUPS.items() if name in wanted and (found := has_tests(folders))}
-    beside = ThreadPoolExecutor(1)
+    beside = ThreadPoolExecutor(2)
     servers = beside.submit(prepare_servers) if "sglang" in present else None
+    coverage = beside.submit(run_coverage) if "unit" in present else None
     if "lint" in wanted:
         results += [run_check(name, command) for name, command in CHECKS.items()]
-    if "unit" in present:
-        results.append(run_coverage())
+    if coverage is not None:
+        results.append(coverage.result())
     for name, folders in present.items():
         if name == "sglang" and servers is not None and (prepared := servers.result()):
             results.append(prepared)
