@@ -107,6 +107,19 @@ def legal_layouts(processes: int, *, layers: int = 4, key_value_heads: int = 2) 
             yield {name: size for name, size in axes.items() if size > 1}
 
 
+def start(processes: int, *command: str) -> subprocess.Popen[str]:
+    """Python with `command` in so many processes, a session of its own."""
+    return subprocess.Popen(
+        ranks.command(processes, *command),
+        cwd=ROOT,
+        env=ranks.environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
 class Bench:
     """Files, and the ways to start what is tested."""
 
@@ -116,19 +129,8 @@ class Bench:
         model = deep_policy(folder / "deep")
         self.configs = {method: write_config(folder, method, model) for method in METHODS}
 
-    def start(self, processes: int, *command: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            ranks.command(processes, *command),
-            cwd=ROOT,
-            env=ranks.environment(),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
     def train(self, name: str, *overrides: str) -> subprocess.Popen[str]:
-        return self.start(2, "-m", "moerl", "train", str(self.configs["gspo"]), f"run.name={name}", *overrides)
+        return start(2, "-m", "moerl", "train", str(self.configs["gspo"]), f"run.name={name}", *overrides)
 
     def plan(self, cases: dict[str, tuple[str, tuple[str, ...]]], file: str) -> str:
         plan = [

@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-import ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loop_files import ROOT, deep_policy, write_config
+from loop_files import deep_policy, start, write_config
 
 LIMIT_SECONDS = 300
 AHEAD = ("rollout.max_staleness=1", "rollout.engine={name: local, pause_mode: abort}", "checkpoint.export_hf=false")
@@ -26,17 +25,8 @@ def config(tmp_path_factory) -> Path:
     return write_config(folder, "gspo", deep_policy(folder / "deep"))
 
 
-def start(config: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
-    command = ranks.command(2, "-m", "moerl", "train", str(config), f"run.name={name}", *AHEAD, *overrides)
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=ranks.environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+def train(config: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
+    return start(2, "-m", "moerl", "train", str(config), f"run.name={name}", *AHEAD, *overrides)
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -48,7 +38,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def test_two_ranks_train_while_the_first_samples(config):
-    process = start(config, "two", "run.num_steps=3")
+    process = train(config, "two", "run.num_steps=3")
     output = finish(process)
     assert process.returncode == 0, output[-4000:]
     lines = (config.parent / "runs" / "two" / "metrics.jsonl").read_text().splitlines()
@@ -60,7 +50,7 @@ def test_two_ranks_train_while_the_first_samples(config):
 
 
 def test_a_rank_that_is_killed_ends_the_one_that_samples(config):
-    process = start(config, "killed", "run.num_steps=60")
+    process = train(config, "killed", "run.num_steps=60")
     path = config.parent / "runs" / "killed" / "metrics.jsonl"
     while process.poll() is None and not (path.is_file() and path.read_bytes().count(b"\n") > 1):
         time.sleep(0.01)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loop_files import LIMIT_SECONDS, ROOT, Bench, finish
+from loop_files import LIMIT_SECONDS, ROOT, Bench, finish, start
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_an_error_of_one_rank_is_told_once_with_its_status(bench):
 
 
 def test_other_commands_and_impossible_layouts_are_refused_once(bench):
-    refused = bench.start(2, "-m", "moerl", "eval", str(bench.configs["gspo"]))
+    refused = start(2, "-m", "moerl", "eval", str(bench.configs["gspo"]))
     assert finish(refused).count("moerl: `moerl eval` runs in one process; start it without a launcher") == 1
     refused = bench.train("odd", "parallel.tensor=3")
     output = finish(refused)

@@ -17,7 +17,7 @@ from moerl.convert.compare import compare_weights
 from moerl.convert.places import find
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loop_files import LIMIT_SECONDS, METHODS, Bench, finish, legal_layouts
+from loop_files import LIMIT_SECONDS, METHODS, Bench, finish, legal_layouts, start
 
 SLOW_LIMIT_SECONDS = 3600
 TOLERANCE = 2e-5
@@ -66,7 +66,7 @@ WORKER = str(Path(__file__).with_name("loop_worker.py"))
 
 
 def run_plan(bench: Bench, processes: int, cases: dict[str, tuple[str, tuple[str, ...]]], file: str) -> None:
-    process = bench.start(processes, WORKER, bench.plan(cases, file))
+    process = start(processes, WORKER, bench.plan(cases, file))
     output = finish(process, SLOW_LIMIT_SECONDS if cases is EVERY else LIMIT_SECONDS)
     assert process.returncode == 0, output[-4000:]
 
