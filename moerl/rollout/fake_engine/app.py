@@ -1,9 +1,9 @@
 """The HTTP side of a fake server: SGLang's endpoints, status codes and answers, faults, and `/fake/*` to steer it.
 
-What is simplified: one request per `/generate` (no batch, no `n`, no stream), `text` is empty, a prefix is in the cache
-only where the same prompt came before, the content of weight buckets is hashed and not read, and a health check of a
-paused server says 503 at once where the real one does so after 20 s. What kills SGLang's scheduler, and its server with
-it, is a crash here too.
+What is simplified: one request per `/generate` (no batch, no `n`, no stream), a token's text is its number and a blank,
+a stop string is looked for in all of an answer's text, a prefix is in the cache only where the same prompt came before,
+the content of weight buckets is hashed and not read, and a health check of a paused server says 503 at once where the
+real one does so after 20 s. What kills SGLang's scheduler, and its server with it, is a crash here too.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ one that was not.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -57,6 +58,10 @@ class FakeModel:
         ids[ids >= self.cfg.eos_token_id] += 1
         fraction = (drawn >> np.uint64(11)).astype(np.float64) / (1 << 53)
         return ids, -3.0 * fraction - 1e-3
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """A token is written as its number and a blank."""
+        return "".join(f"{token} " for token in token_ids)
 
     def routes(self, label: str, token_ids: np.ndarray, start: int) -> np.ndarray:
         """[rows, layers, k] int32 of the forwards of `token_ids`, which stand at positions `start` on."""

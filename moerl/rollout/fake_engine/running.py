@@ -45,6 +45,10 @@ class Running:
         end = self.model.answer_length(self.key, len(self.prompt))
         self.ends_itself = end <= budget and not sampling.get("ignore_eos")
         self.target = end if self.ends_itself else budget
+        stops = sampling.get("stop") or []
+        self.stops: list[str] = [stops] if isinstance(stops, str) else stops
+        self._foreseen: tuple[str, int, str] | None = None
+        """A label, and what `_stop` found by it."""
         self.spans: list[list[Any]] = []
         """[label, start, end] over output tokens."""
         self.row_labels: list[list[Any]] = [[self.cached_label, self.cached_tokens]] if self.cached_tokens else []
@@ -62,12 +66,12 @@ class Running:
     @property
     def is_done(self) -> bool:
         """Nothing is left to sample."""
-        return self.is_aborted or self.count >= self.target
+        return self.is_aborted or self.count >= self._stop()[0]
 
     def seconds_left(self) -> float:
         """Until it is done, if nothing changes."""
         cfg = self.model.cfg
-        tokens = self.target - self.count - self.partial
+        tokens = self._stop()[0] - self.count - self.partial
         return self.to_prefill * cfg.prefill_token_seconds + tokens * cfg.token_seconds
 
     def settle(self, now: float) -> None:
@@ -83,7 +87,7 @@ class Running:
                 return
             spent, self.to_prefill = spent - needed, 0.0
             self._compute_rows(len(self.prompt) + self.count)
-        left = self.target - self.count
+        left = self._stop()[0] - self.count
         if cfg.token_seconds:
             progress = self.partial + spent / cfg.token_seconds + 1e-9
             made = min(int(progress), left)
@@ -99,6 +103,25 @@ class Running:
             self.num_retractions += 1
             self.row_labels.clear()
             self.to_prefill = float(len(self.prompt) + self.count)
+
+    def _stop(self) -> tuple[int, str]:
+        """Tokens at the end, by the weights of now, and the stop string that those complete; "" where none does."""
+        if not self.stops:
+            return self.target, ""
+        if self._foreseen is None or self._foreseen[0] != self.label:
+            self._foreseen = (self.label, *self._first_stop())
+        return self._foreseen[1:]
+
+    def _first_stop(self) -> tuple[int, str]:
+        text = ""
+        longest = max(map(len, self.stops))
+        for place, token in enumerate(self._sampled([*self.spans, [self.label, self.count, self.target]])[0]):
+            added = self.model.text([token])
+            text += added
+            for stop in self.stops:
+                if stop in text[-len(added) - longest :]:
+                    return place + 1, stop
+        return self.target, ""
 
     def _sample(self, made: int) -> None:
         start = self.count
@@ -123,7 +146,7 @@ class Running:
             if self.body.get("return_logprob"):
                 meta |= {"input_token_logprobs": [], "output_token_logprobs": []}
             return {"text": "", "output_ids": [], "meta_info": meta}
-        ids, logprobs = self._sampled()
+        ids, logprobs = self._sampled(self.spans)
         meta |= {
             "prompt_tokens": len(self.prompt),
             "completion_tokens": len(ids),
@@ -139,12 +162,22 @@ class Running:
         self._add_logprobs(meta, ids, logprobs)
         if self.body.get("return_routed_experts") and self.model.cfg.returns_routes:
             meta["routed_experts"] = encode_routes(self._routes(ids))
-        return {"text": "", "output_ids": ids, "meta_info": meta}
+        return {"text": self._text(ids), "output_ids": ids, "meta_info": meta}
+
+    def _text(self, ids: list[int]) -> str:
+        """Up to the stop string that ended it."""
+        text, stop = self.model.text(ids), "" if self.is_aborted else self._stop()[1]
+        if not stop:
+            return text
+        place = text.index(stop)
+        return text[: place + len(stop)] if self.body["sampling_params"].get("no_stop_trim") else text[:place]
 
     def _finish(self) -> dict[str, Any]:
         if self.is_aborted:
             words = "Aborted" if self.is_admitted else "Abort in waiting queue"
             return {"type": "abort", "message": words}
+        if stop := self._stop()[1]:
+            return {"type": "stop", "matched": stop}
         if self.ends_itself:
             return {"type": "stop", "matched": self._end_token()}
         return {"type": "length", "length": self.target}
@@ -153,9 +186,9 @@ class Running:
         stops = self.body["sampling_params"].get("stop_token_ids")
         return stops[0] if stops else self.model.cfg.eos_token_id
 
-    def _sampled(self) -> tuple[list[int], list[float]]:
+    def _sampled(self, spans: list[list[Any]]) -> tuple[list[int], list[float]]:
         ids, logprobs = [], []
-        for label, start, end in self.spans:
+        for label, start, end in spans:
             drawn, likely = self.model.tokens(label, self.key, len(self.prompt) + start, end - start)
             ids += drawn.tolist()
             logprobs += likely.tolist()

@@ -1,4 +1,4 @@
-"""Parts of an answer to `/generate`: versions, the tokens in the running, the likeliest tokens."""
+"""Parts of an answer to `/generate`: versions, the tokens in the running, the likeliest tokens, where it stopped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from moerl.rollout.sglang.faults import shown
-from moerl.types import Support, TopLogprobs
+from moerl.types import FinishReason, SamplingParams, Support, TopLogprobs
 
 _MAX_ID, _MAX_DIGITS = 1 << 31, 18
 """Of a token; of a version."""
@@ -75,6 +75,40 @@ def read_top(meta: Mapping[str, Any], count: int, wanted: int, bad: Bad) -> TopL
         for rank, entry in enumerate((step or [])[:wanted]):
             logprobs[place, rank], ids[place, rank] = _top_entry(entry, rank, place, bad)
     return TopLogprobs(ids, logprobs)
+
+
+def asked_stops(params: SamplingParams) -> dict[str, Any]:
+    """Keys of `sampling_params` for stop strings.
+
+    SGLang looks for them in the last tokens alone: one more than it would write the longest of them with, or than a
+    match of `stop_regex` has characters. A policy may spell one with a token for every byte. So a pattern that matches
+    nothing goes with them, as long as that.
+    """
+    if not params.stop_strings:
+        return {}
+    return {"stop": list(params.stop_strings), "stop_regex": rf"[^\s\S]{{{params.num_unsettled}}}"}
+
+
+def check_stop_strings(answer: Mapping[str, Any], finish: FinishReason, params: SamplingParams, bad: Bad) -> None:
+    """That no stop string was run over, and none was obeyed that nobody asked for.
+
+    The server's text is that of this request's tokens: not of its prompt, nor of the parts before it. It ends with the
+    stop string that ended it. A blank at its very start is not looked at (some tokenizers leave the first one out, and
+    SGLang then does not see it), nor is an abort: its last forward looks at no stop, and it is gone on from.
+    """
+    matched = answer["meta_info"]["finish_reason"].get("matched")
+    if finish == "stop" and isinstance(matched, str):
+        if matched not in params.stop_strings:
+            bad(f"it stopped at the text {shown(repr(matched))}, but was to stop at {list(params.stop_strings)}")
+        return
+    if not params.stop_strings or finish == "abort":
+        return
+    text = answer.get("text")
+    if not isinstance(text, str):
+        bad(f"no text: whether the server ignored stop={list(params.stop_strings)} cannot be seen without it")
+    for stop in params.stop_strings:
+        if text.find(stop, int(stop[0].isspace())) >= 0:
+            bad(f"stop string {stop!r} stands in its text, but it ended by {finish}: the server ignored stop")
 
 
 def _top_entry(entry: Any, rank: int, place: int, bad: Bad) -> tuple[float, int]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from moerl.errors import RolloutError
 from moerl.rollout.engine import RouteLayout
-from moerl.rollout.sglang.answer_parts import read_spans, read_support, read_top
+from moerl.rollout.sglang.answer_parts import asked_stops, check_stop_strings, read_spans, read_support, read_top
 from moerl.rollout.sglang.faults import ServerError, shown
 from moerl.rollout.sglang.routes import decode_routes
 from moerl.types import FinishReason, SamplingParams, Support, TopLogprobs
@@ -167,8 +167,7 @@ def payload(request: WireRequest) -> dict[str, Any]:
     }
     if params.stop_token_ids:
         sampling["stop_token_ids"] = list(params.stop_token_ids)
-    if params.stop_strings:
-        sampling["stop"] = list(params.stop_strings)
+    sampling |= asked_stops(params)
     body: dict[str, Any] = {
         "rid": request.rid,
         "input_ids": request.token_ids.tolist(),
@@ -301,6 +300,7 @@ class _Reader:
         matched = self._meta["finish_reason"].get("matched")
         if self._finish == "stop" and type(matched) is int and values[-1] != matched:
             self._bad(f"it stopped at token {matched}, but the last of output_ids is {values[-1]}")
+        check_stop_strings(self._answer, self._finish, self._request.params, self._bad)
 
     def _read_logprobs(self, ids: np.ndarray) -> np.ndarray:
         triples = self._meta.get("output_token_logprobs")
