@@ -6,6 +6,10 @@
 #   sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sh configs/own/base.yaml \
 #     run.output_dir=/shared/runs parallel.tensor=4 parallel.expert=8
 #
+#   PROCESSES=4 sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sh configs/own/base.yaml run.output_dir=/shared/runs \
+#     'rollout.engine={name: sglang, servers: {nodes: all, host: node, tensor: 4, expert: 4, first_gpu: 4}}' \
+#     'weight_sync.transport={name: distributed, address: node}' parallel.expert=8
+#
 # Submit it from the repository; account, partition and a longer --time belong on the command line of sbatch, which wins
 # over the lines below. PYTHON chooses the interpreter (.venv/bin/python by default); it must be there on every node, and
 # so must the model, the data and run.output_dir (a shared file system).
@@ -30,9 +34,10 @@ fi
 root=$SLURM_SUBMIT_DIR
 python=${PYTHON:-$root/.venv/bin/python}
 
-# What a node has: its GPUs as Slurm counts them (`8`, `h100:8`), or as many as it shows.
+# What a node has: its GPUs as Slurm counts them (`8`, `h100:8`), or as many as it shows. PROCESSES starts fewer processes,
+# on the first GPUs of each node; the rest is for servers (rollout.engine.servers.first_gpu, nodes: all).
 gpus=${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-$(nvidia-smi --list-gpus | wc -l)}}
-gpus=${gpus##*:}
+gpus=${PROCESSES:-${gpus##*:}}
 
 # Where the processes meet: the first node of the job, at a port that two jobs of one day are unlikely to share. c10d is a
 # store inside torchrun; whichever torchrun runs on that host opens it, so that no rank of a node need be given.

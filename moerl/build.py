@@ -30,6 +30,7 @@ from moerl.build_credit import (
 )
 from moerl.build_ranks import build_records, following_side, leading_side
 from moerl.build_rollout import Data, build_rollout_side, load_data, reward_weights
+from moerl.build_servers import servers_elsewhere
 from moerl.checkpoint import Checkpoint, CheckpointStore
 from moerl.config.rollout_rules import releases_memory
 from moerl.config.schema import RunConfig
@@ -196,9 +197,10 @@ def _rooms(
     weights = reward_weights(cfg) if data is None else data.reward_weights
     rules = build_credit_rules(cfg.algorithm, filters, weights, memory)
     folder = folder_of(cfg)
+    elsewhere = servers_elsewhere(cfg, team, stack)
     if data is not None:
         trace = Trace(folder, cfg.telemetry.trace_max_bytes)
-        side = build_rollout_side(cfg, data, on_span=trace.group)
+        side = build_rollout_side(cfg, data, on_span=trace.group, elsewhere=elsewhere)
         stack.callback(side.close)
         prepare(cfg, resumes=resume_from is not None)
         records = build_records(cfg, folder, policy, resume_from, team, trace)

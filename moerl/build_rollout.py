@@ -182,6 +182,7 @@ def build_rollout_side(
     load_weights: bool = False,
     on_span: Span | None = None,
     place: Path | None = None,
+    elsewhere: Any = None,
 ) -> RolloutSide:
     """Engines without weights (the first publish brings them), or with those of `model.path`.
 
@@ -191,6 +192,7 @@ def build_rollout_side(
         load_weights: into engines of this process.
         on_span: told of every group that is sampled for training.
         place: for evaluation alone: where servers' logs and weights go, in place of the run's folder.
+        elsewhere: servers of other nodes, for an engine that takes them.
     """
     plugin, engine_cfg = engines.resolve(cfg.rollout.engine, where="rollout.engine")
 
@@ -201,7 +203,7 @@ def build_rollout_side(
             sampler.load_weights(_weights_of(cfg))
         return sampler
 
-    injected: dict[str, Any] = {}
+    injected: dict[str, Any] = {"elsewhere": elsewhere} if "elsewhere" in plugin.traits["injects"] else {}
     if "sampler" in plugin.traits["injects"]:
         injected["sampler"] = local(engine_cfg.precision)
     if "completions" in plugin.traits["injects"]:

@@ -11,6 +11,7 @@ from typing import Self
 
 from moerl.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
 SPEAKING_SECONDS = 15.0
 """Of a process that has imported little and has a fault to tell."""
 
@@ -26,6 +27,8 @@ class World:
     local_size: int = 1
     launch: str = ""
     """Equal in the processes of one launch, another one's is different; "" where no launcher says it."""
+    head: str = LOOPBACK
+    """Name or address of rank 0's node, as the launcher says it to all."""
 
     @property
     def is_alone(self) -> bool:
@@ -56,7 +59,7 @@ def launched_world(environment: Mapping[str, str] = os.environ) -> World:
     said = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     launch = " ".join(environment[name] for name in said if name in environment)
     rank, size, local_rank, local_size = (int(environment[name]) for name in names)
-    return World(rank, size, local_rank, local_size, launch)
+    return World(rank, size, local_rank, local_size, launch, environment.get("MASTER_ADDR", LOOPBACK))
 
 
 def let_the_first_speak(world: World) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -40,6 +41,7 @@ class ProcessTeam:
     def __init__(self, world: World, section: ParallelSection) -> None:
         """Join the process group and start to watch."""
         join_world(section)
+        self._world = world
         self.rank, self.size = world.rank, world.size
         self.is_leader = world.rank == 0
         self._timeout = timedelta(seconds=section.timeout_seconds)
@@ -57,6 +59,15 @@ class ProcessTeam:
         self._watch = Watch(_store(), world, section.silence_seconds, exchange_seconds=limit)
         dist.barrier(self._group)
         self._watch.start()
+
+    @property
+    def world(self) -> World:
+        """Where this rank is."""
+        return self._world
+
+    def board(self) -> StoreBoard:
+        """Texts under keys, on a connection of its own to the launcher's store."""
+        return StoreBoard(PrefixStore("board", _store()))
 
     def split(self, data_rank: int) -> None:
         """Say which data-parallel rank this one belongs to, before the first `deliver`."""
@@ -162,6 +173,33 @@ class ProcessTeam:
             raise PeerError(status) from error
         if not isinstance(error, MoerlError | KeyboardInterrupt):
             say(text)
+
+
+class StoreBoard:
+    """Keeps `Board` over a store of torch's. Any thread may call."""
+
+    def __init__(self, store: Store) -> None:
+        """`store` is used from here alone: a connection has one call at a time."""
+        self._store = store
+        self._lock = threading.Lock()
+
+    def put(self, key: str, text: str) -> None:
+        """Write it, over what was there.
+
+        Raises:
+            RuntimeError: the store's process has ended.
+        """
+        with self._lock:
+            self._store.set(key, text)
+
+    def look(self, key: str) -> str | None:
+        """What is there; None: nothing yet. At once.
+
+        Raises:
+            RuntimeError: the store's process has ended.
+        """
+        with self._lock:
+            return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
 
 def joined(world: World, section: ParallelSection) -> Team:

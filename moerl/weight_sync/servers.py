@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from moerl.errors import MoerlError, WeightSyncError
+from moerl.world import launched_world
 
 T = TypeVar("T")
 
@@ -112,6 +113,19 @@ def is_here(address: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def first_address() -> str:
+    """Of the run's first node, as the launcher names it to all; loopback without a launcher.
+
+    Raises:
+        WeightSyncError: nobody knows that name.
+    """
+    head = launched_world().head
+    try:
+        return str(socket.getaddrinfo(head, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise WeightSyncError(f"MASTER_ADDR is {head}, which has no address here ({error.strerror})") from error
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ does is in the environment variable FAKE_SGLANG: `fail`, `never` (healthy), `stu
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -51,7 +52,13 @@ def make_python(folder: Path) -> Path:
 
 def pids(folder: Path) -> list[int]:
     """The program's and its child's."""
-    return [int(word) for word in (folder / "pids").read_text().split()]
+    path = folder / "pids"
+    return [int(word) for word in path.read_text().split()] if path.exists() else []
+
+
+def kill(folder: Path) -> None:
+    """The program, by signal 9."""
+    os.kill(pids(folder)[0], signal.SIGKILL)
 
 
 def is_alive(pid: int) -> bool:

@@ -61,6 +61,14 @@ def test_one_torchrun_a_node_meets_at_the_first_one(job):
     ]
 
 
+def test_devices_can_be_left_to_servers(job):
+    environment, record = job
+    subprocess.run([SCRIPT, "a.yaml"], env={**environment, "PROCESSES": "4"}, check=False, timeout=60)
+    words = record.read_text().split()
+    assert words[words.index("--nproc-per-node") + 1] == "4"
+    assert "run.num_threads=24" in words
+
+
 def test_gpus_with_a_kind_are_counted(job):
     environment, record = job
     del environment["SLURM_GPUS_ON_NODE"]

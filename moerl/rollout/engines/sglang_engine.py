@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,7 @@ from moerl.metrics import Last, Metrics
 from moerl.rollout.engine import ServedModel, engines
 from moerl.rollout.sglang.bridge import Bridge, serve_loop
 from moerl.rollout.sglang.counts import Differences
+from moerl.rollout.sglang.engine_config import SglangEngineConfig, launched_here, wants_routes
 from moerl.rollout.sglang.model_support import FP32_ROUNDING, refuse_other_arithmetic
 from moerl.rollout.sglang.suited import look_at_servers
 from moerl.types import Completion, SamplingParams, WeightBucket
@@ -24,68 +25,13 @@ from moerl.types import Completion, SamplingParams, WeightBucket
 if TYPE_CHECKING:
     from moerl.rollout.sglang.client import SglangClient
     from moerl.rollout.sglang.dispatcher import Dispatcher
+    from moerl.rollout.sglang.nodes import Elsewhere, Launched
     from moerl.rollout.sglang.restarts import Restarts
-    from moerl.rollout.sglang.servers import Server, SglangServers
+    from moerl.rollout.sglang.servers import Server
     from moerl.rollout.sglang.updates import Updates, WeightSender
     from moerl.rollout.sglang.watch import Watch
 
 T = TypeVar("T")
-
-PAUSE_MODES = ("abort", "retract", "in_place")
-ROUTES = ("auto", "always", "never")
-
-
-@dataclass(frozen=True)
-class SglangEngineConfig:
-    """Arguments of `rollout.engine: {name: sglang}`. Give `urls` of servers that run, or `servers` to launch some."""
-
-    urls: list[str] = field(default_factory=list)
-    """`http://host:port` of each."""
-    key_file: str = ""
-    """File with the key that attached servers ask for; readable by its owner alone."""
-    servers: dict[str, Any] | None = None
-    """Of `moerl.rollout.sglang.arguments.SglangServerConfig`: how many to launch on this node, and how."""
-    precision: str = "bf16"
-    """Of the servers' arithmetic; the step-0 contract is exact for fp32 only."""
-    pause_mode: str = "abort"
-    """What an update does to requests that run. `abort`: they end and are continued as new requests. `retract`: their
-    cache is computed again by the new weights. `in_place`: they go on with the old cache. R3 needs `abort`."""
-    routes: str = "auto"
-    """Ask for routes: `auto` where the algorithm replays them (R3), `always`, or `never`."""
-    requests_per_server: int = 256
-    """At once; more wait in this process."""
-    affinity_slack: int = 8
-    """Requests more than the idlest lane that a prompt's own lane may have, for the sake of its prefix cache."""
-    request_timeout_seconds: float = 1800.0
-    num_retries: int = 5
-    retry_wait_seconds: float = 0.25
-    resume_aborted: bool = True
-    """Continue what a server aborted, with its tokens and the budget that is left; otherwise the environment may."""
-    control_timeout_seconds: float = 120.0
-    update_timeout_seconds: float = 600.0
-    release_memory: bool = False
-    """Attached servers on the learner's devices give it the memory of weights and cache while it trains; they must have
-    been started with --enable-memory-saver. Launched ones do so where `servers` has `memory_saver`."""
-    health_seconds: float = 30.0
-    """Between two health checks of a server."""
-    no_server_seconds: float = 600.0
-    """How long requests wait while no server is fit and none is being started."""
-
-    def __post_init__(self) -> None:
-        faults = []
-        for name, allowed in (("pause_mode", PAUSE_MODES), ("routes", ROUTES)):
-            if getattr(self, name) not in allowed:
-                faults.append(
-                    f"rollout.engine.{name} is {getattr(self, name)!r}, but must be one of {', '.join(allowed)}"
-                )
-        for name in ("requests_per_server", "request_timeout_seconds", "health_seconds", "no_server_seconds"):
-            if not getattr(self, name) > 0:
-                faults.append(f"rollout.engine.{name} is {getattr(self, name)}, but must be above 0")
-        for name in ("affinity_slack", "num_retries", "retry_wait_seconds"):
-            if getattr(self, name) < 0:
-                faults.append(f"rollout.engine.{name} is {getattr(self, name)}, but must be 0 or more")
-        if faults:
-            raise ConfigError(*faults)
 
 
 def check_model(cfg: SglangEngineConfig, folder: Path) -> None:
@@ -97,7 +43,7 @@ def check_model(cfg: SglangEngineConfig, folder: Path) -> None:
 @engines.register(
     "sglang",
     SglangEngineConfig,
-    injects=("served_model", "policy_version", "sender"),
+    injects=("served_model", "policy_version", "sender", "elsewhere"),
     returns_topk=True,
     check_model=check_model,
     fp32_rounding=FP32_ROUNDING,
@@ -115,8 +61,9 @@ class SglangEngine:
         served_model: ServedModel,
         policy_version: int = 0,
         sender: WeightSender,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
-        """`sender` is closed with the engine.
+        """`sender` is closed with the engine; `elsewhere`: servers of the run's other nodes, where they have some.
 
         Raises:
             ConfigError: neither `urls` nor `servers`, or both; what is wrong with either; a model that SGLang computes
@@ -131,11 +78,11 @@ class SglangEngine:
         self._cfg = cfg
         self._model = served_model
         self._first_version = policy_version
-        self._wants_routes = cfg.routes == "always" or (cfg.routes == "auto" and served_model.wants_routes)
+        self._wants_routes = wants_routes(cfg, served_model)
         self._sender = sender
-        self._launched: SglangServers | None = None
+        self._launched: Launched | None = None
         self._restarts: Restarts | None = None
-        self._found: Sequence[Server] = self._find_servers()
+        self._found: Sequence[Server] = self._find_servers(elsewhere)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -240,21 +187,17 @@ class SglangEngine:
             self._thread.join()
         self._sender.close()
 
-    def _find_servers(self) -> Sequence[Server]:
-        from moerl.registry import build_dataclass
-        from moerl.rollout.sglang.arguments import WHERE, SglangServerConfig
+    def _find_servers(self, elsewhere: Elsewhere | None) -> Sequence[Server]:
+        from moerl.rollout.sglang.nodes import Fleet
         from moerl.rollout.sglang.restarts import Restarts
-        from moerl.rollout.sglang.servers import SglangServers, attach
+        from moerl.rollout.sglang.servers import Among, attach
 
         if self._cfg.servers is None:
             return attach(self._cfg.urls, key_file=Path(self._cfg.key_file) if self._cfg.key_file else None)
-        self._launched = SglangServers(
-            build_dataclass(SglangServerConfig, self._cfg.servers, where=WHERE),
-            model_path=self._model.path,
-            log_folder=self._model.run_folder,
-            returns_routes=self._wants_routes,
-            weight_version=self._first_version,
-        )
+        among = None if elsewhere is None else Among(elsewhere.key)
+        self._launched = launched_here(self._cfg, self._model, self._first_version, among)
+        if elsewhere is not None:
+            self._launched = Fleet(self._launched, elsewhere.nodes)
         self._restarts = Restarts(self._launched, lambda: self._updates is not None and self._updates.is_released)
         return self._launched.servers
 

@@ -18,10 +18,14 @@ from moerl.rollout.sglang.route_support import route_faults
 WHERE = "rollout.engine.servers"
 """Where the configuration stands in a run's."""
 
+NODE = "node"
+"""Value of `host`: this node's address as the run's first node reaches it; on that one, loopback."""
+
 CPU_MAX_TOTAL_TOKENS = 16384
 """SGLang cannot tell a CPU rank's memory: what its cache holds is said."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "nodes": ("first", "all"),
     "device": ("auto", "cuda", "cpu"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "moe_a2a_backend": (
@@ -81,13 +85,18 @@ NOT_WITH_ROUTES = {
 
 @dataclass(frozen=True)
 class SglangServerConfig:
-    """Arguments of `rollout.engine.servers`: one or more equal servers on this node."""
+    """Arguments of `rollout.engine.servers`: one or more equal servers on a node."""
 
     num_servers: int = 1
+    """On each node that has some."""
+    nodes: str = "first"
+    """Which nodes of the run have servers: the `first`, or `all`. With `all`, `host` must be one that the first node
+    reaches (`node`), and a node's processes must leave the servers' devices free."""
     python: str = "auto"
     """Of the servers' own environment; `auto` is `.venv-sglang/bin/python` beside moerl, which `make sglang` makes."""
     host: str = "127.0.0.1"
-    """Address to listen on; one that others can reach is a choice, and every request needs the run's key."""
+    """Address to listen on; one that others can reach is a choice, and every request needs the run's key. `node`: on
+    the run's first node 127.0.0.1, on another one its address on the way to the first."""
     device: str = "auto"
     """`auto`: cuda where this machine has an NVIDIA device."""
     first_gpu: int = 0
@@ -202,8 +211,8 @@ def _host_faults(config: SglangServerConfig) -> Iterator[str]:
     try:
         ipaddress.ip_address(config.host)
     except ValueError:
-        if config.host != "localhost":
-            yield f"{WHERE}.host is {config.host!r}, but must be an address of this machine, such as 127.0.0.1"
+        if config.host not in ("localhost", NODE):
+            yield f"{WHERE}.host is {config.host!r}, but must be an address of this machine, such as 127.0.0.1, or node"
 
 
 def _axis_faults(config: SglangServerConfig) -> Iterator[str]:

@@ -6,13 +6,13 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from moerl.rollout.sglang.servers import SglangServers
+from moerl.rollout.sglang.nodes import Launched
 
 
 class Restarts:
     """Of the servers of one engine; `count` says how many there were."""
 
-    def __init__(self, launched: SglangServers, is_forbidden: Callable[[], bool]) -> None:
+    def __init__(self, launched: Launched, is_forbidden: Callable[[], bool]) -> None:
         """`is_forbidden`, asked in any thread: a server that starts would take memory that another works in."""
         self._launched = launched
         self._is_forbidden = is_forbidden

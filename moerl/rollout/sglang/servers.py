@@ -1,4 +1,5 @@
 """The SGLang servers of this node: launched in an environment of their own, waited for, watched, restarted, ended.
+Those of a run's other nodes: `nodes.py`.
 
 Trainer and servers share no Python: transformers and torch are other versions there. What runs is
 `python -m sglang.launch_server` under a keeper (`keeper.py`), with a log file of its own in the run folder, on loopback
@@ -18,12 +19,12 @@ import stat
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from moerl.errors import ConfigError, RolloutError
-from moerl.rollout.sglang.arguments import WHERE, SglangServerConfig, arguments, check, device_of
+from moerl.rollout.sglang.arguments import NODE, WHERE, SglangServerConfig, arguments, check, device_of
 from moerl.rollout.sglang.processes import ServerProcess, free_port, is_free, tail
 
 _LOG = logging.getLogger(__name__)
@@ -62,6 +63,22 @@ class Server:
     """None for one that moerl did not start."""
 
 
+@dataclass(frozen=True, slots=True)
+class Among:
+    """What the servers of one node share with those of a run's other nodes."""
+
+    key: str = field(repr=False)
+    first_index: int = 0
+    """Number of this node's first server among all of them."""
+    address: str = "127.0.0.1"
+    """Of this node, which `host: node` stands for."""
+
+
+def new_key() -> str:
+    """Of letters and digits: one with a dash in front is an option to a parser."""
+    return secrets.token_hex(KEY_BYTES)
+
+
 def has_nvidia() -> bool:
     """Whether this machine has an NVIDIA device; looks at the machine, imports nothing."""
     return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
@@ -79,6 +96,7 @@ class SglangServers:
         returns_routes: bool,
         weight_version: int = 0,
         has_cuda: bool | None = None,
+        among: Among | None = None,
     ) -> None:
         """Nothing runs yet.
 
@@ -89,6 +107,7 @@ class SglangServers:
             returns_routes: whether completions shall carry the experts of their tokens.
             weight_version: label of the folder's weights.
             has_cuda: None looks for a device.
+            among: None: there is no other node, and a key is drawn.
 
         Raises:
             ConfigError: faults of `config`, all of them; no such Python, or no such folder.
@@ -97,20 +116,23 @@ class SglangServers:
         check(config, has_cuda=cuda, returns_routes=returns_routes)
         if not (model_path / "config.json").is_file():
             raise ConfigError(f"model.path: {model_path} has no config.json; it must be a Hugging Face folder")
+        among = among or Among(new_key())
+        if config.host == NODE:
+            config = replace(config, host=among.address)
         self._config = config
+        self._first = among.first_index
         self._model_path = model_path.absolute()
         self._returns_routes = returns_routes
         self._weight_version = weight_version
         self._device = device_of(config, has_cuda=cuda)
         self._python = server_python(config.python)
-        key = secrets.token_hex(KEY_BYTES)  # of letters and digits: one with a dash in front is an option to a parser
         ports: list[int] = []
         while len(ports) < config.num_servers:
             ports += [port] if (port := free_port(config.host)) not in ports else []
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.servers = tuple(
-            Server(f"http://{host}:{port}", key, index, log_folder.absolute() / f"sglang-{index}.log")
-            for index, port in enumerate(ports)
+            Server(f"http://{host}:{port}", among.key, index, log_folder.absolute() / f"sglang-{index}.log")
+            for index, port in enumerate(ports, self._first)
         )
         self._processes = [self._process(server) for server in self.servers]
         self._lock = threading.Lock()
@@ -127,8 +149,8 @@ class SglangServers:
         line = arguments(
             self._config,
             model_path=str(self._model_path),
-            port=_address(self.servers[index])[1],
-            index=index,
+            port=_address(self.servers[index - self._first])[1],
+            index=index - self._first,
             device=self._device,
             returns_routes=self._returns_routes,
         )
@@ -144,9 +166,9 @@ class SglangServers:
         """
         is_well = False
         try:
-            for index in range(len(self.servers)):
-                self._launch(index)
-            self._wait(range(len(self.servers)))
+            for server in self.servers:
+                self._launch(server.index)
+            self._wait([server.index for server in self.servers])
             is_well = True
         finally:
             if not is_well:
@@ -164,14 +186,14 @@ class SglangServers:
         try:
             with self._lock:
                 self._refuse_closed()
-                self._processes[index].stop()
+                self._processes[index - self._first].stop()
             self._launch(index)
             self._wait([index])
             is_well = True
         finally:
             if not is_well:
                 with self._lock:
-                    self._processes[index].stop()
+                    self._processes[index - self._first].stop()
 
     def dead(self) -> dict[int, str]:
         """Servers that have ended although nobody stopped them -> why, with the end of their log."""
@@ -207,16 +229,17 @@ class SglangServers:
         )
 
     def _launch(self, index: int) -> None:
-        host, port = _address(self.servers[index])
+        server, process = self.servers[index - self._first], self._processes[index - self._first]
+        host, port = _address(server)
         end = time.monotonic() + PORT_SECONDS
         while not is_free(host, port):
             if time.monotonic() > end:
                 raise RolloutError(f"server {index}: port {port} of {host} is taken by another process; start again")
             time.sleep(0.2)
-        _LOG.info("server %d starts on %s (%s); log: %s", index, host, self._device, self.servers[index].log_path)
+        _LOG.info("server %d starts on %s (%s); log: %s", index, host, self._device, server.log_path)
         with self._lock:
             self._refuse_closed()
-            self._processes[index].start()
+            process.start()
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
@@ -238,7 +261,7 @@ class SglangServers:
                 time.sleep(LOOK_SECONDS)
 
     def _is_ready(self, index: int, start: float) -> bool:
-        server, process = self.servers[index], self._processes[index]
+        server, process = self.servers[index - self._first], self._processes[index - self._first]
         seconds = time.monotonic() - start
         with self._lock:
             self._refuse_closed()

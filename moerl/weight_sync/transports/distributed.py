@@ -23,6 +23,7 @@ from moerl.weight_sync.servers import (
     SenderPlace,
     ServerLostError,
     WeightServer,
+    first_address,
     is_here,
     is_loopback,
     on_each,
@@ -44,7 +45,8 @@ class DistributedConfig:
     backend: str = "auto"
     """`gloo`, `nccl`, or `auto`: nccl where this process has a GPU."""
     address: str = "127.0.0.1"
-    """Of this machine, as the servers reach it; nothing listens on another."""
+    """Of this machine, as the servers reach it; nothing listens on another. `node`: as the launcher names this machine
+    to the run's other nodes."""
     port: int = 0
     """Where the ranks meet; 0: a free one."""
     timeout_seconds: float = 120.0
@@ -74,6 +76,7 @@ class DistributedSender(LiveSender):
         """Nothing listens yet."""
         super().__init__(place, check_every=cfg.check_every, keep_copy=cfg.keep_copy)
         self._cfg = cfg
+        self._address = first_address() if cfg.address == "node" else cfg.address
         self._backend = cfg.backend
         if cfg.backend == "auto":
             self._backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -127,7 +130,7 @@ class DistributedSender(LiveSender):
             return _Broken(failures, failures)
         sizes = [infos[server].tensor_size for server in servers]
         limit, world = self._cfg.timeout_seconds, 1 + sum(sizes)
-        meeting = Rendezvous(self._cfg.address, self._cfg.port, timeout_seconds=limit)
+        meeting = Rendezvous(self._address, self._cfg.port, timeout_seconds=limit)
         name = f"moerl-{self._token}-{self._num_groups}"
         self._num_groups += 1
         options = {"name": name, "world_size": world, "backend": self._backend, "timeout_seconds": limit}
@@ -154,12 +157,12 @@ class DistributedSender(LiveSender):
 
     def _refuse_others_machines(self, servers: Sequence[WeightServer]) -> None:
         """Where nobody but this machine could join: a server elsewhere waits for its own for many minutes."""
-        if not is_loopback(self._cfg.address):
+        if not is_loopback(self._address):
             return
         for server in servers:
             if not is_here(server.url):
                 raise WeightSyncError(
-                    f"weight_sync.transport.address is {self._cfg.address}, which only this machine can reach, but "
+                    f"weight_sync.transport.address is {self._address}, which only this machine can reach, but "
                     f"{server.url} is on another one: set it to this machine's address as that one reaches it"
                 )
 

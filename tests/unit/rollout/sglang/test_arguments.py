@@ -135,7 +135,8 @@ def test_tables_name_fields_that_are_there_and_every_field_has_a_use():
     names = {item.name for item in dataclasses.fields(SglangServerConfig)}
     tables = [set(table) for table in (CHOICES, BOUNDS, FLAGS, SWITCHES, SWITCHED_OFF)]
     assert set().union(*tables) <= names
-    ours = {"num_servers", "python", "host", "device", "first_gpu", "start_seconds", "stop_seconds", "extra_args"}
+    ours = {"num_servers", "nodes", "python", "host", "device", "first_gpu", "start_seconds", "stop_seconds"}
+    ours.add("extra_args")
     assert names - ours == set(FLAGS) | set(SWITCHES) | set(SWITCHED_OFF)
 
 
