@@ -321,6 +321,7 @@ def server_environment(device: str, num_ranks: int) -> dict[str, str]:
         if name not in FOREIGN_VARIABLES and not name.startswith(FOREIGN_PREFIXES)
     }
     kept |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    kept["SGLANG_OPT_HOPPER_BLOCK_FP8_BF16"] = "0"  # a cache on H100 with which it refuses new weights
     if device != "cpu":
         return kept
     return kept | {

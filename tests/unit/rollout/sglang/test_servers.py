@@ -293,6 +293,7 @@ def test_the_environment_of_a_server(monkeypatch):
     assert cuda["SGLANG_SOMETHING"] == "x", "what tunes the library is the user's"
     assert cuda["CUDA_VISIBLE_DEVICES"] == "3"
     assert cuda["HF_HUB_OFFLINE"] == "1"
+    assert cuda["SGLANG_OPT_HOPPER_BLOCK_FP8_BF16"] == "0", "with its cache an H100 refuses new weights"
     assert "SGLANG_USE_CPU_ENGINE" not in cuda, "nothing of the shim where CUDA is there"
     cpu = server_environment("cpu", 1)
     assert cpu["PYTHONPATH"] == str(servers_module.SHIM)
