@@ -1,4 +1,4 @@
-"""Level 1, no server: our command lines through SGLang's parser and resolution, buckets through its serializer.
+"""Level 1, no server: our command lines through SGLang's parser and resolution, our buckets through its serializer.
 
 One process of SGLang's environment answers all (its import takes half a minute).
 """
@@ -14,6 +14,7 @@ from sglang_process import inside
 
 from moerl.rollout.sglang.arguments import (
     ALIASES,
+    CHOICES,
     FLAGS,
     NOT_WITH_ROUTES,
     OURS,
@@ -23,6 +24,8 @@ from moerl.rollout.sglang.arguments import (
     arguments,
     faults,
 )
+from moerl.weight_sync.flat import laid_out, pack
+from moerl.weight_sync.transports.tensor import serialised
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = ROOT / "configs" / "demo" / "policy"
@@ -104,6 +107,9 @@ NOT_OURS = {
 """What the answers of the process would look like if something were wrong; the last one SGLang accepts."""
 
 
+ANY_WORD = {"log_level"}
+"""Fields whose words SGLang's parser does not look at."""
+
 BUCKETS = [
     {"a.weight": torch.linspace(-3, 3, 15).reshape(3, 5).bfloat16(), "b.bias": torch.arange(7).bfloat16()},
     {"c.weight": torch.linspace(-9, 9, 16).reshape(4, 4).to(torch.float8_e4m3fn), "c.scale": torch.ones(1, 1) / 3},
@@ -112,12 +118,29 @@ BUCKETS = [
 """Of one format, of two, and of such sizes that nothing behind the first is aligned."""
 
 
+SPARE_BYTES = 40
+"""Of the buffer, which is as large as the largest bucket."""
+
+
+def laid(place):
+    """Places of a bucket's tensors, as a sender lays them out, and the bytes."""
+    entries, tensors = laid_out(list(BUCKETS[place].items()))
+    flat = torch.zeros(entries[-1].stop + SPARE_BYTES, dtype=torch.uint8)
+    pack(entries, tensors, flat)
+    return entries, flat[: entries[-1].stop]
+
+
 @pytest.fixture(scope="module")
 def answers(python, tmp_path_factory):
     folder = tmp_path_factory.mktemp("buckets")
-    torch.manual_seed(0)
+    buckets, alive = [], []
     for place, tensors in enumerate(BUCKETS):
-        save_file(tensors, folder / f"{place}.safetensors")
+        path = folder / f"{place}.safetensors"
+        save_file(tensors, path)
+        entries, flat = laid(place)
+        alive.append(flat)  # its memory is what the other process opens
+        names = [entry.name for entry in entries]
+        buckets.append({"path": str(path), "names": names, "text": serialised(entries, flat)})
     lines = [
         arguments(
             SglangServerConfig(**fields),
@@ -129,7 +152,7 @@ def answers(python, tmp_path_factory):
         )
         for device, fields in LINES.values()
     ]
-    return inside(python, {"lines": [*lines, *NOT_OURS.values()], "buckets": str(folder)})
+    return inside(python, {"lines": [*lines, *NOT_OURS.values()], "buckets": buckets})
 
 
 def has_routes(fields):
@@ -163,8 +186,28 @@ def test_every_flag_that_we_name_is_one(answers):
     assert named - set(answers["flags"]) == set()
 
 
+def test_every_word_that_we_allow_is_one(answers):
+    """`auto` and `none` are never said: a flag is left out where its field has the default."""
+    flags = {name: FLAGS[name] for name in CHOICES if name in FLAGS}
+    assert {name for name, flag in flags.items() if answers["flags"][flag] is None} == ANY_WORD
+    default = SglangServerConfig()
+    for name in set(flags) - ANY_WORD:
+        assert set(CHOICES[name]) - {getattr(default, name)} - set(answers["flags"][flags[name]]) == set(), name
+
+
 @pytest.mark.parametrize("place", range(len(BUCKETS)))
 def test_a_bucket_comes_back_bitwise(answers, place):
     bucket = answers["buckets"][place]
     assert bucket["same"] == dict.fromkeys(BUCKETS[place], True)
-    assert bucket["type"] == "torch.uint8"
+
+
+@pytest.mark.parametrize("place", range(len(BUCKETS)))
+def test_a_bucket_lies_as_sglang_would_lay_it(answers, place):
+    entries, _ = laid(place)
+    laid_by_us = [
+        [entry.name, list(entry.shape), str(entry.dtype), entry.start, entry.stop, entry.stop - entry.start]
+        for entry in entries
+    ]
+    bucket = answers["buckets"][place]
+    assert bucket["layout"] == bucket["own_layout"] == laid_by_us
+    assert bucket["is_own"], "byte for byte"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from sglang_process import inside
 from moerl.rollout.sglang.client import SglangClient
 from moerl.rollout.sglang.wire import WireRequest, payload
 from moerl.types import SamplingParams
+
+POLICY = Path(__file__).resolve().parents[2] / "configs" / "demo" / "policy"
 
 CLASSES = {
     "/generate": "GenerateReqInput",
@@ -24,6 +27,7 @@ CLASSES = {
     "/update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
     "/init_weights_update_group": "InitWeightsUpdateGroupReqInput",
     "/destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
+    "/update_weight_version": "UpdateWeightVersionReqInput",
     "/weights_checker": "CheckWeightsReqInput",
     "/release_memory_occupation": "ReleaseMemoryOccupationReqInput",
     "/resume_memory_occupation": "ResumeMemoryOccupationReqInput",
@@ -38,6 +42,7 @@ SAMPLING = {
     "top k": {"top_k": 20, "top_p": 0.8},
     "one token": {"max_new_tokens": 1},
     "stop ids": {"stop_token_ids": (1, 2)},
+    "stop strings": {"stop_strings": ("=", "}+")},
     "largest seed": {"seed": 2**63 - 1},
     "likeliest": {"top_logprobs": 5},
 }
@@ -74,6 +79,7 @@ async def call_everything(client):
     named = [("a.weight", "bfloat16", (2, 3))]
     await client.update_from_distributed(named, group_name="g", load_format="flattened_bucket", weight_version=3)
     await client.destroy_group("g")
+    await client.relabel("4")
     await client.checksum()
     await client.release_memory(["kv_cache", "weights"])
     await client.resume_memory(["weights"])
@@ -103,7 +109,7 @@ def answers(python, posted, bodies):
     asked = [[CLASSES[endpoint], body] for endpoint, body in posted]
     asked += [["GenerateReqInput", body] for body in bodies.values()]
     asked += [["GenerateReqInput", bodies["plain"] | {"no_such_option": 1}], ["PauseGenerationReqInput", {"mode": "x"}]]
-    return inside(python, {"payloads": asked})["payloads"]
+    return inside(python, {"payloads": asked, "tokenizer": str(POLICY)})["payloads"]
 
 
 def test_every_control_call_is_what_sglang_reads(posted, answers):
@@ -121,6 +127,7 @@ def test_every_way_of_sampling_is_what_sglang_reads(posted, bodies, answers):
         assert answer["unknown"] == [], name
         assert "error" not in answer, (name, answer)
         assert answer["fields"]["input_ids"] == "[3, 4, 5]"
+        assert answer["stops"] == [*SAMPLING.get(name, {}).get("stop_strings", ())], name
 
 
 def test_the_classes_do_refuse(answers):
