@@ -37,6 +37,9 @@ def test_allowed_changes_pass():
         checkpoint={"keep": 5},
         telemetry={"report": False, "wandb": {"enabled": True}},
         evaluation={"interval_steps": 1},
+        parallel={"tensor": 2, "expert": 2, "pipeline": 2, "timeout_seconds": 60.0, "overlap_grad_reduce": True},
+        precision={"recompute": "full"},
+        optim={"distributed": True},
     )
     check_resume(config(), new)
 

@@ -54,11 +54,12 @@ def make_policy(folder: Path, *, routing="none", recompute="none", params="fp32"
     optim.update(kwargs.pop("optim", {}))
     model = dict(path=str(folder))
     model.update(kwargs.pop("model", {}))
+    parallel = kwargs.pop("parallel", {})
     settings = dict(router_shift=False, needs_reference=False, num_steps=10, seed=0)
     settings.update(kwargs)
     return MegatronPolicy.build(
         model=ModelSection(**model),
-        parallel=ParallelSection(),
+        parallel=ParallelSection(**parallel),
         precision=PrecisionSection(params=params, recompute=recompute),
         optim=OptimSection(**optim),
         routing=routing,
@@ -66,13 +67,13 @@ def make_policy(folder: Path, *, routing="none", recompute="none", params="fp32"
     )
 
 
-def make_critic(folder: Path):
+def make_critic(folder: Path, *, parallel=None):
     from moerl.config.schema import CriticSection, ModelSection, OptimSection, ParallelSection, PrecisionSection
     from moerl.mcore.critic import MegatronCritic
 
     return MegatronCritic.build(
         model=ModelSection(path=str(folder)),
-        parallel=ParallelSection(),
+        parallel=ParallelSection(**(parallel or {})),
         precision=PrecisionSection(),
         optim=OptimSection(),
         critic=CriticSection(init="policy"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -57,6 +58,22 @@ def test_forward_and_backward_of_the_tiny_model(kit, tiny_folder):
     products, attention = count(lambda: policy.gradients([micro], kit.Nll()))
     assert products == 3 * flops.layers + 4 * flops.head
     assert attention == 4.5 * square
+
+
+@pytest.mark.parametrize(("mode", "parts"), [("none", "nothing"), ("selective", "experts"), ("full", "layers")])
+def test_recomputation_computes_again_what_it_says(kit, tiny_folder, mode, parts):
+    """Whole layers, or experts and attention of each, which is computed twice in any case."""
+    from moerl.mcore.model import read_source
+    from moerl.models.flops import forward_flops
+
+    micro = kit.make_micro([24, 24])
+    flops = forward_flops(read_source(ModelSection(path=str(tiny_folder))).kwargs, [24, 24])
+    # Two layers have experts: each token's router, and three matrices of three experts.
+    again = {"nothing": 0, "experts": 2 * 48 * 2 * 40 * (7 + 3 * 3 * 24), "layers": flops.layers}[parts]
+    policy = kit.make_policy(tiny_folder, recompute=mode)
+    products, attention = count(lambda: policy.gradients([micro], kit.Nll()))
+    assert products == 3 * flops.layers + 4 * flops.head + again
+    assert attention == (4.5 if mode == "none" else 5.5) * flops.attention * 2 * 24 / 25
 
 
 def test_a_step_reports_the_operations_of_its_passes(kit, tiny_folder):

@@ -128,19 +128,27 @@ def test_what_the_learner_asks_for_passes(fields):
     refuse_silent_faults(config_of(fields, multi_latent_attention=True, layernorm_epsilon=1e-5), use_te=False)
 
 
-def test_a_family_cannot_bring_a_refused_setting_in(tiny_folder):
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"softmax_type": "off-by-one"}, "softmax_type other than vanilla"),
+        ({"mtp_num_layers": 1}, "layers of multi-token prediction; no objective trains them"),
+    ],
+    ids=["softmax", "prediction"],
+)
+def test_a_family_cannot_bring_a_refused_setting_in(tiny_folder, setting, said):
     """The settings of a model's folder go through the guards."""
     from moerl.mcore.model import ModelSource, read_source, transformer_config
     from moerl.mcore.parallel import initialize_parallel
 
     source = read_source(ModelSection(path=str(tiny_folder)))
 
-    class OffByOne:
+    class Odd:
         def transformer_kwargs(self, hf):
-            return {**source.kwargs, "softmax_type": "off-by-one"}
+            return {**source.kwargs, **setting}
 
-    odd = ModelSource(source.folder, source.hf, OffByOne())  # pyright: ignore[reportArgumentType] its settings are all that is read
-    with pytest.raises(ConfigError, match="softmax_type other than vanilla"):
+    odd = ModelSource(source.folder, source.hf, Odd())  # pyright: ignore[reportArgumentType] its settings are all that is read
+    with pytest.raises(ConfigError, match=said):
         transformer_config(
             odd,
             section=ModelSection(),
@@ -165,6 +173,23 @@ def test_experts_without_grouped_products_on_a_gpu_are_told_of(caplog, has_cuda,
         warn_without_grouped_gemm(has_cuda=has_cuda, has_te=has_te, use_te=use_te)
     assert said in caplog.text
     assert bool(caplog.text) == bool(said)
+
+
+@pytest.mark.parametrize(("has_cuda", "is_told"), [(True, True), (False, False)])
+def test_settings_of_a_run_tell_of_experts_without_grouped_products(
+    tiny_folder, monkeypatch, caplog, has_cuda, is_told
+):
+    from moerl.mcore import model as room
+    from moerl.mcore.parallel import initialize_parallel
+
+    section, layout = ModelSection(path=str(tiny_folder)), initialize_parallel(ParallelSection(), 0)
+    monkeypatch.setattr(room, "has_transformer_engine", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    with caplog.at_level(logging.WARNING):
+        room.transformer_config(
+            room.read_source(section), section=section, precision=PrecisionSection(), parallel=layout
+        )
+    assert ("TransformerEngine is not installed: experts run one after the other" in caplog.text) == is_told
 
 
 def test_local_layers_run_experts_one_after_the_other(kit, tiny_folder):

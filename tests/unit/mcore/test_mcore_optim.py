@@ -134,6 +134,16 @@ def test_a_transformer_engine_whose_adam_loses_steps_is_refused(monkeypatch, ver
         cpu_backend._refuse_old_engine()
 
 
+@pytest.mark.parametrize("is_asked_for", [True, False])
+@pytest.mark.parametrize("make", ["make_policy", "make_critic"])
+def test_gradients_are_reduced_behind_the_backward_pass_where_that_is_asked_for(kit, tiny_folder, make, is_asked_for):
+    """With what lets the schedule hold the reduction back until the last micro-batch."""
+    learner = getattr(kit, make)(tiny_folder, parallel={"overlap_grad_reduce": is_asked_for})
+    (chunk,) = learner._optimizer.chunks
+    assert chunk.ddp_config.overlap_grad_reduce is is_asked_for
+    assert chunk.config.no_sync_func == (chunk.no_sync if is_asked_for else None)
+
+
 @pytest.mark.parametrize(
     ("optim", "message"),
     [

@@ -230,5 +230,7 @@ def test_routes_of_another_model_are_refused(kit, tiny_folder, micro):
     policy = kit.make_policy(tiny_folder, routing="R3")
     with pytest.raises(DataError, match="name 2 experts a token, but the model routes to 3"):
         policy.gradients([replace(micro, routes=micro.routes[:, :, :2])], kit.Nll())
+    with pytest.raises(DataError, match="have 1 layers, but the model has 2 MoE layers"):
+        policy.gradients([replace(micro, routes=micro.routes[:, :1])], kit.Nll())
     with pytest.raises(DataError, match="R3, but the samples carry no routes"):
         policy.gradients([replace(micro, routes=None)], kit.Nll())
