@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from omegaconf import OmegaConf
 from prediction_layers import save_fp8_with_prediction
+from quantised_folders import SETTINGS
+from safetensors.torch import load_file
 
 from moerl.build_weights import build_precision
 from moerl.config.schema import RunConfig
@@ -11,7 +15,10 @@ from moerl.errors import WeightSyncError
 from moerl.models.family import family_of
 from moerl.models.fp8 import dequantise_fp8
 from moerl.models.hf_folder import HFFolder, read_config
+from moerl.types import WeightBucket
 from moerl.weight_sync.precision import SCALE, Precision
+from moerl.weight_sync.servers import SenderPlace
+from moerl.weight_sync.version_folder import VersionFolder
 
 torch.manual_seed(0)
 WEIGHTS = {
@@ -47,6 +54,27 @@ def test_fp8_blocks_come_with_their_scales_and_are_the_weights_within_a_step():
     step = WEIGHTS["proj.weight"].abs() / 16 + scale.max() * 2**-9  # half of 2^-3, and of the smallest subnormal
     assert (back - WEIGHTS["proj.weight"]).abs().le(step).all()
     assert sent["norm.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("quantisation", [SETTINGS, None])
+def test_a_version_says_whether_it_is_in_blocks(tmp_path, quantisation):
+    """Whatever the model's folder says: a server reads the weights by this word."""
+    model = tmp_path / "model"
+    model.mkdir()
+    stored = {"model_type": "qwen3", "torch_dtype": "float32", "quantization_config": {"quant_method": "gptq"}}
+    (model / "config.json").write_text(json.dumps(stored))
+    quantised = frozenset({"proj.weight"} if quantisation else ())
+    sent = list(Precision(True, frozenset({"router.weight"}), quantised).apply(WEIGHTS.items()))
+    versions = VersionFolder(SenderPlace(tmp_path / "versions", model, quantisation))
+    versions.write(WeightBucket(3, sent[:2], is_last=False, checksum=None))
+    versions.write(WeightBucket(3, sent[2:], is_last=True, checksum=None))
+    folder = versions.finish(3)
+    assert json.loads((folder / "config.json").read_text()).get("quantization_config") == quantisation
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert list(index) == sorted(name for name, _ in sent)
+    assert ("proj.weight_scale_inv" in index) is bool(quantisation)
+    for name, tensor in sent:
+        assert torch.equal(load_file(folder / index[name])[name].float(), tensor.float()), name
 
 
 def test_a_value_that_fp8_cannot_hold_names_its_tensor():
