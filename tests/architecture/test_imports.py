@@ -159,6 +159,69 @@ def test_no_collective_pickles():
         )
 
 
+UNPICKLERS = re.compile(
+    r"_?pickle\.(loads?|Unpickler)|(torch|torch\.serialization)\.load|(pandas|.*\.ForkingPickler)\.(read_pickle|loads?)"
+    r"|(marshal|shelve|dill|cloudpickle|joblib)(\..*)?"
+)
+"""Full names of what builds any object that bytes ask for."""
+UNPICKLES = {
+    "moerl/data/foreign/safe_load.py": {"torch.load"},  # with weights_only: it builds tensors and plain containers
+    "tools/bench/publish.py": {"pickle.loads"},  # in the place of a server: of its own trainer, through its own pipe
+}
+
+
+def unpicklers(tree: ast.Module) -> set[str]:
+    """What of a file's names could build any object, and arguments that allow it."""
+    full: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            heads = {alias.name: alias.name.split(".")[0] for alias in node.names}  # `import a.b` gives the name a
+            full |= {one.asname or heads[one.name]: one.name if one.asname else heads[one.name] for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            full |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+
+    def name_of(node: ast.AST) -> str:
+        if isinstance(node, ast.Attribute):
+            return f"{name_of(node.value)}.{node.attr}"
+        return full.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+    names = {name_of(node) for node in ast.walk(tree)} | {*full.values()}
+    allowed = {"allow_pickle": False, "weights_only": True}
+    given = [node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg in allowed]
+    wrong = {str(one.arg) for one in given if getattr(one.value, "value", None) is not allowed[str(one.arg)]}
+    return {name for name in names if UNPICKLERS.fullmatch(name)} | wrong
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import pickle\npickle.loads(x)", "pickle.loads"),
+        ("import pickle as p\nclass A(p.Unpickler): pass", "pickle.Unpickler"),
+        ("from pickle import load as read\n", "pickle.load"),
+        ("import torch.nn\nread = torch.load", "torch.load"),
+        ("import numpy as np\nnp.load(x, allow_pickle=True)", "allow_pickle"),
+        ("import numpy as np\nnp.load(x, allow_pickle=wanted)", "allow_pickle"),
+        ("def f(load): load(weights_only=False)", "weights_only"),
+        ("def f():\n    import marshal", "marshal"),
+        ("import joblib.numpy_pickle as n", "joblib.numpy_pickle"),
+        ("from dill import loads", "dill.loads"),
+        ("from multiprocessing.reduction import ForkingPickler as F\nF.loads(x)", "multiprocessing.reduction.*"),
+        ("import torch, pickle\nself.pickle.load, pickle.dumps(x), torch.save, load(x, allow_pickle=False)", ""),
+    ],
+)
+def test_the_reader_sees_what_unpickles(source, name):
+    found = unpicklers(ast.parse(source))
+    assert re.fullmatch(name, found.pop() if found else "")
+    assert not found
+
+
+def test_nothing_is_unpickled():
+    """Of a file, a server or a rank, bytes could run code."""
+    paths = [path for folder in ("moerl", "kernels", "tools") for path in (ROOT / folder).rglob("*.py")]
+    found = {path.relative_to(ROOT).as_posix(): unpicklers(ast.parse(path.read_text())) for path in paths}
+    assert {path: names for path, names in found.items() if names} == UNPICKLES
+
+
 def test_no_mocks_anywhere():
     for path in [*(ROOT / "moerl").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
         assert not {name for name in imported(ast.parse(path.read_text())) if name.startswith("unittest")}, path
