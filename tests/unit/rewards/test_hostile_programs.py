@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -225,6 +226,7 @@ HOSTILE = {
     "signal by libc": LIBC + "if libc.syscall({kill}, {process}, 9): raise OSError",
     "recursion": "def f(): f()\nf()",
     "memory": "x = ' ' * 10**12",
+    "open files": "import os\nfor _ in range(100): os.open('/dev/null', os.O_RDONLY)",
     "parser": "exec('(' * 10**5)",
 }
 
@@ -267,6 +269,17 @@ def test_hostile_programs_get_nothing(pool, process, tmp_path, name):
     assert (victim.stat().st_mode, victim.stat().st_mtime_ns) == (kept.st_mode, kept.st_mtime_ns)
     assert not target.exists()
     assert scored(pool, ADD, SUMS) == (1.0, {})
+
+
+def test_a_program_has_64_open_files_and_its_timeout_of_processor_time(pool):
+    """The second stands behind the deadline, which is the clock's, and has a second more."""
+    program = (
+        "import os, resource\nfiles = []\ntry:\n    while True: files.append(os.open(os.devnull, os.O_RDONLY))\n"
+        "except OSError as error: print(error.errno, max(files))\n"
+        "print(*resource.getrlimit(resource.RLIMIT_CPU))"
+    )
+    output = f"{errno.EMFILE} 63\n4 4"
+    assert scored(pool, program, [{"input": "", "output": output}], timeout_seconds=3.0) == (1.0, {})
 
 
 def test_secrets_are_not_there(pool):
