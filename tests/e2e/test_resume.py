@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,6 +14,8 @@ import pytest
 
 from moerl.analysis.compare import compare_files
 from moerl.checkpoint import MANIFEST
+from moerl.configure import load
+from moerl.run_folder import config_id
 
 STEPS = 6
 
@@ -264,6 +267,21 @@ def test_a_changed_configuration_is_refused_or_allowed(runs):
     assert allowed.rows[: STEPS + 1] == runs["tiny"].rows
     assert allowed.summary["steps"] == 7
     assert "num_steps: 7" in (allowed.folder / "config.yaml").read_text()
+
+
+@pytest.mark.runs.with_args("tiny", changed_configuration)
+def test_a_checkpoint_tells_with_which_configuration_it_was_made(runs, files):
+    _, _, run = runs[changed_configuration]
+
+    def told(step):
+        return json.loads((checkpoint(run.folder, step) / MANIFEST).read_text())["config_id"]
+
+    def made_with(name, *changes):
+        return config_id(load(files.tiny, [*changes, f"run.output_dir={run.folder.parent}", f"run.name={name}"]))
+
+    assert told(STEPS) == made_with("tiny")
+    assert told(STEPS + 1) == made_with("changed", "run.num_steps=7", "evaluation.interval_steps=3")
+    assert told(STEPS + 1) != made_with("changed", "run.num_steps=7", "evaluation.interval_steps=2")
 
 
 @pytest.mark.runs.with_args("tiny", damaged_checkpoint)
