@@ -90,6 +90,23 @@ def test_another_number_of_route_rows_is_refused(rows):
         play(Scripted(completion([8, 2, 1], 4, routed_experts=routes(rows))))
 
 
+@pytest.mark.parametrize("first", [0, 1, 4, 6])
+def test_rows_that_newer_weights_made_are_not_replayed(first):
+    """Pitfall 21: the engine says from which row on they are those of the policy that sampled."""
+    got = play(Scripted(completion([8, 2, 1], 4, first_true_route=first)))
+    assert got.has_route.tolist() == [False] * first + [True] * (6 - first) + [False]
+    assert got.routed_experts.open()[:6, 0, 0].tolist() == list(range(6))
+
+
+def test_rows_of_a_continuation_that_newer_weights_made_are_not_replayed_either():
+    whole = completion([9, 1], 7, first_true_route=5)  # of four tokens in and three out six rows are here before it
+    got = play(Scripted(abort_after(3, 1), whole))
+    assert got.has_route.tolist() == [True] * 8 + [False], "those that are here already stay the sampler's"
+    whole = completion([9, 1], 7, first_true_route=7)
+    got = play(Scripted(abort_after(3, 1), whole))
+    assert got.has_route.tolist() == [True] * 6 + [False, True, False]
+
+
 def test_no_routes_are_no_routes():
     got = play(Scripted(completion([8, 1], 4, routed_experts=None)))
     assert got.routed_experts is None

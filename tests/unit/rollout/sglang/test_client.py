@@ -148,21 +148,6 @@ def test_an_answer_without_its_fields_is_an_error(server):
         ask(server, lambda c: c.model_info())
 
 
-def test_a_busy_server_is_asked_to_flush_again_and_slower(server):
-    server.set_faults({"kind": "status", "endpoint": "/flush_cache", "status": 400, "times": 2})
-    ask(server, lambda c: c.flush_cache())
-    server.set_faults({"kind": "status", "endpoint": "/flush_cache", "status": 400, "times": -1})
-    with pytest.raises(ServerError, match="flush_cache: status 400"):
-        ask(server, lambda c: c.flush_cache(max_attempts=2))
-
-
-def test_a_silent_server_is_late(server):
-    server.set_faults({"kind": "hang", "endpoint": "/continue_generation"})
-    with pytest.raises(ServerError, match=r"continue_generation: no answer within 0.2 s") as caught:
-        ask(server, lambda c: c.continue_generation(), control_seconds=0.2)
-    assert caught.value.kind == "late"
-
-
 @pytest.mark.parametrize(
     ("rule", "kind"),
     [({"kind": "status", "status": 503}, "busy"), ({"kind": "hang"}, "late"), ({"kind": "drop"}, "lost")],

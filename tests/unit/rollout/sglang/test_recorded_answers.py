@@ -104,17 +104,23 @@ def test_a_real_answer_is_read(name):
         assert len(got.support.offsets) == len(got.token_ids) + 1
 
 
-def test_a_cached_prefix_has_the_same_routes_as_a_cold_one():
+@pytest.mark.parametrize("ranks", ["tp1", "tp2"])
+def test_a_cached_prefix_has_the_same_routes_as_a_cold_one(ranks):
     """Pitfall 5, as the real server keeps it: all rows of a prompt are the same wherever they were recorded."""
-    seen: dict[tuple, np.ndarray] = {}
+    rows: dict[bool, list[np.ndarray]] = {True: [], False: []}
+    prompts = set()
     for name in SINGLE:
-        request = request_of(RECORDS[name])
-        if name.startswith("tp1/") and request.routes_from == 0 and "abort" not in name:
-            routes = read_answer(RECORDS[name]["answer"], request, EXPECTED).routes
-            if routes is not None:
-                rows = routes[: len(request.token_ids)]
-                np.testing.assert_array_equal(seen.setdefault(tuple(request.token_ids), rows), rows)
-    assert seen
+        request, raw = request_of(RECORDS[name]), RECORDS[name]["answer"]
+        if name.startswith(f"{ranks}/") and request.routes_from == 0:
+            got = read_answer(raw, request, EXPECTED)
+            prompts.add(tuple(request.token_ids))
+            assert got.routes is not None
+            rows[got.cached_tokens > 0].append(got.routes[: len(request.token_ids)])
+    assert len(prompts) == 1
+    assert rows[True], "nothing was in the cache"
+    assert rows[False], "nothing was computed anew"
+    for row in rows[True]:
+        np.testing.assert_array_equal(row, rows[False][0])
 
 
 @pytest.fixture(scope="module")

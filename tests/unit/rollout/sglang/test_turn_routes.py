@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from fake_servers import LAYOUT, SLOW, dispatching, prompt_of, until
 from moerl.envs.episode import Episode
 from moerl.envs.turns import play_turn
 from moerl.errors import RolloutError
+from moerl.rollout.fake_engine.app import FakeApp
 from moerl.rollout.fake_engine.model import FakeModel
 from moerl.rollout.fake_engine.serving import FakeServer
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
@@ -100,6 +102,53 @@ def test_the_last_token_of_a_turn_is_routed_by_the_weights_of_the_next():
     assert not np.array_equal(rows[boundary], whole_pass(found.token_ids)[boundary])
     assert found.version_spans == ((5, 11, 0), (14, 20, 1))
     assert found.has_route[:-1].all()
+
+
+def test_rows_of_a_later_turn_that_newer_weights_made_again_are_not_replayed():
+    """Pitfall 21: the first turn's rows stay; of the second, those before the update are of no sampling policy."""
+    params = SamplingParams(TURN, seed=9)
+
+    async def sampled(server: FakeServer, count: int) -> None:
+        """The clock makes no token: the one request has `count` more."""
+
+        def sample(app: FakeApp) -> None:
+            (request,) = app.state.running.values()
+            request.settle(time.monotonic())
+            request._sample(count)
+            request.changed.set()
+
+        await until(lambda: server.call(lambda app: any(one.started for one in app.state.running.values())))
+        server.call(sample)
+
+    with FakeServer(FakeEngineConfig(token_seconds=1e6)) as server:
+
+        async def main() -> Any:
+            async with engine_over(server) as engine:
+                episode = an_episode()
+                playing = asyncio.create_task(turn(episode, engine, params))
+                await sampled(server, TURN)
+                await playing
+                episode.add_context(TOOL)
+                playing = asyncio.create_task(turn(episode, engine, params))
+                await sampled(server, 2)
+                await engine.pause("retract")
+                server.call(lambda app: app.state.note_update(b"", "1"))
+                engine.policy_version = 1
+                await engine.resume()
+                await sampled(server, TURN - 2)
+                await playing
+                return episode.finish(text="", finish_reason="stop")
+
+        found = asyncio.run(main())
+    kept, length = len(PROMPT) + TURN - 1, len(found.token_ids)
+    start = len(PROMPT) + TURN + len(TOOL)
+    assert found.version_spans == ((5, 5 + TURN, 0), (start, start + 2, 0), (start + 2, length, 1))
+    true_from = start + 2 - 1
+    mask = [True] * kept + [False] * (true_from - kept) + [True] * (length - 1 - true_from) + [False]
+    assert found.has_route.tolist() == mask
+    rows = found.routed_experts.open()[:-1]
+    np.testing.assert_array_equal(rows[:kept], whole_pass(found.token_ids)[:kept])
+    np.testing.assert_array_equal(rows[kept:], whole_pass(found.token_ids, "1")[kept:])
 
 
 @pytest.mark.parametrize("resumes_itself", [True, False], ids=["dispatcher resumes", "environment resumes"])

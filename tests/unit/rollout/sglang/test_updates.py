@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -175,15 +176,18 @@ def test_requests_held_by_a_server_that_failed_an_update_never_go_on_there(tmp_p
         assert not a.state()["running"]
 
 
-def test_memory_is_released_after_an_abort_and_taken_weights_first(tmp_path):
-    """Pitfall 17."""
-    with FakeServer(SLOW) as server, engine_over(tmp_path, server) as engine:
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_memory_is_released_after_an_abort_and_taken_weights_first(tmp_path, mode):
+    """Pitfall 17: whatever an update does to requests that run, those whose memory goes are ended."""
+    cfg = replace(SLOW, memory_saver=True)
+    with FakeServer(cfg) as server, engine_over(tmp_path, server, pause_mode=mode, release_memory=True) as engine:
 
         async def main():
             running = asyncio.create_task(answer(engine, budget=150))
             await until(lambda: server.call(lambda app: len(app.state.running)) == 1)
             await engine.set_memory(released=True)
             assert server.state()["released"] == ["kv_cache", "weights"]
+            assert (server.state()["paused"], server.state()["running"]) == ("abort", [])
             with pytest.raises(RolloutError, match="memory is released; take it again first"):
                 await answer(engine)
             await engine.set_memory(released=False)
@@ -200,6 +204,22 @@ def test_memory_is_released_after_an_abort_and_taken_weights_first(tmp_path):
         assert places == sorted(places)
         last = ["resume_memory_occupation", "update_weight_version", "flush_cache", "continue_generation"]
         assert calls[-4:] == last
+        assert server.state()["num_restarts"] == 0, "it died of a call that came too early"
+
+
+def test_every_rank_of_a_server_is_asked_and_named(tmp_path):
+    """Pitfall 22: how many there are, the server says."""
+    cfg = replace(SLOW, data_size=4)
+    with FakeServer(cfg) as server, engine_over(tmp_path, server, affinity_slack=0) as engine:
+
+        async def main():
+            asked = [asyncio.create_task(answer(engine, seed, budget=30)) for seed in range(8)]
+            await until(lambda: server.call(lambda app: len(app.state.running)) == 8)
+            ranks = server.call(lambda app: [one.body.get("routed_dp_rank") for one in app.state.running.values()])
+            await asyncio.gather(*asked)
+            return Counter(ranks)
+
+        assert asyncio.run(main()) == {0: 2, 1: 2, 2: 2, 3: 2}
 
 
 def test_a_label_of_another_run_is_replaced(tmp_path):

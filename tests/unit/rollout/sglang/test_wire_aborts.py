@@ -35,6 +35,26 @@ def test_tokens_of_an_abort_without_logprobs_or_routes_are_dropped_and_counted(m
     assert got.num_dropped == 3
 
 
+@pytest.mark.parametrize("left", [0, 1, 2])
+@pytest.mark.parametrize("truncated", [{}, {"top_p": 0.9}])
+def test_tokens_of_an_abort_with_fewer_logprobs_are_dropped_too(left, truncated):
+    """Pitfall 9: which of the tokens they belong to is not known."""
+    request = wire_request(**truncated)
+    raw = aborted(request)
+    raw["meta_info"]["output_token_logprobs"] = raw["meta_info"]["output_token_logprobs"][:left]
+    got = read_by_hand(raw, request)
+    assert (got.finish_reason, len(got.token_ids), len(got.logprobs), got.routes) == ("abort", 0, 0, None)
+    assert (got.spans, got.num_dropped) == ((), 3)
+
+
+def test_more_logprobs_than_tokens_of_an_abort_are_an_error():
+    request = wire_request()
+    raw = aborted(request)
+    raw["meta_info"]["output_token_logprobs"] *= 2
+    with pytest.raises(ServerError, match="6 logprobs for 3 tokens"):
+        read_by_hand(raw, request)
+
+
 def test_wrong_routes_of_an_abort_are_an_error_all_the_same():
     request = wire_request()
     raw = aborted(request)
