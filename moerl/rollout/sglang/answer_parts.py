@@ -19,12 +19,21 @@ Bad = Callable[[str], NoReturn]
 
 
 def read_spans(
-    meta: Mapping[str, Any], count: int, labels: Mapping[str, int], bad: Bad
+    meta: Mapping[str, Any], count: int, labels: Mapping[str, int], needs_all: bool, bad: Bad
 ) -> tuple[tuple[int, int, int], ...]:
-    """(start, end, policy version) of every run of tokens, from the labels that the server holds; () without tokens."""
+    """(start, end, policy version) of every run of tokens, from the labels that the server holds; () without tokens.
+
+    Of an answer that lacks them the one label at its end is that of all tokens, unless several may have sampled them
+    (`needs_all`).
+    """
     if count == 0:
         return ()
     listed = meta.get("weight_versions")
+    if listed is None and needs_all:
+        bad(
+            "no weight_versions, although requests go on over updates (rollout.engine.pause_mode): which policy "
+            "sampled which token is not known; put no router before the server, or set pause_mode=abort"
+        )
     if listed is None:
         label = meta.get("weight_version")
         if label is None:

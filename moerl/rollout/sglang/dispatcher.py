@@ -14,7 +14,7 @@ import logging
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -203,6 +203,7 @@ class Dispatcher:
             RolloutError: none is left, and one refused.
         """
         self.pool.shut(PAUSED)
+        self.expected = replace(self.expected, needs_spans=self.expected.needs_spans or mode != "abort")
         await self.on_each(lambda client: client.pause(mode), "pause")
 
     async def resume(self) -> None:

@@ -37,6 +37,8 @@ class Expected:
     vocab_size: int | None = None
     labels: Mapping[str, int] = field(default_factory=dict)
     """Policy version of labels that are no number, such as the one that a server was started with."""
+    needs_spans: bool = False
+    """Requests go on over updates: without `weight_versions` old tokens would count as the newest policy's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,9 @@ class _Reader:
     def read(self) -> Answer:
         if self._meta.get("id") != self._request.rid:
             self._bad(f"the answer is that of request {shown(str(self._meta.get('id')))}")
+        rank, wanted = self._meta.get("dp_rank"), self._request.data_rank
+        if wanted is not None and rank not in (None, wanted):
+            self._bad(f"it ran on data-parallel rank {shown(str(rank))}, but was sent to {wanted} (routed_dp_rank)")
         ids = self._read_ids()
         try:
             logprobs = self._read_logprobs(ids)
@@ -227,7 +232,7 @@ class _Reader:
             if self._finish != "abort" or not self._is_stripped():
                 raise
             return self._without_tokens(len(ids))
-        spans = read_spans(self._meta, len(ids), self._expected.labels, self._bad)
+        spans = read_spans(self._meta, len(ids), self._expected.labels, self._expected.needs_spans, self._bad)
         retractions = self._count("num_retractions")
         prompt = len(self._request.token_ids)
         is_recomputed = retractions > 0 and len(spans) > 1

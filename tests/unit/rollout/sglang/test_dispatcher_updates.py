@@ -350,3 +350,31 @@ def test_over_an_update_every_token_says_who_sampled_it_and_every_row_who_made_i
     else:
         assert is_old
         assert got.first_true_route == 0
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_an_answer_over_an_update_that_does_not_say_which_token_is_whose_is_refused(mode):
+    """BUGS 29: its one label is that of the end, so the old policy's tokens would be trained on as the new one's."""
+    with FakeServer(SLOW, faults=[{"kind": "drop_keys", "keys": ["weight_versions"], "times": -1}]) as server:
+
+        def num_sampled(app):
+            app.state.settle()
+            return sum(request.count for request in app.state.running.values())
+
+        async def main():
+            async with dispatching([server]) as d:
+                before = await d.generate(PROMPT, SamplingParams(3, seed=3), "p#0")
+                assert before.version_spans == ((0, 3, 0),), "until an update its one label is that of all"
+                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(100, seed=3), "p#1"))
+                await until(lambda: server.call(num_sampled) >= 2)
+                await d.pause(mode)
+                server.call(lambda app: app.state.note_update(b"", "1"))
+                d.policy_version = 1
+                await d.resume()
+                return await task
+
+        if mode == "abort":
+            assert [version for _, _, version in asyncio.run(main()).version_spans] == [0, 1]
+        else:
+            with pytest.raises(RolloutError, match=r"request p#1: .*no weight_versions, although .* pause_mode=abort"):
+                asyncio.run(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -156,6 +157,10 @@ SPOILED = {
     "routes no base64": (spoil("meta.routed_experts", "###"), "no base64"),
     "no finish reason": (spoil("meta.finish_reason", None), "finish_reason is None"),
     "unknown finish": (spoil("meta.finish_reason", {"type": "tool"}), "finish_reason is"),
+    "another stop": (
+        spoil("meta.finish_reason", {"type": "stop", "matched": 319}),
+        r"it stopped at token 319, but the last of output_ids is \d+;",
+    ),
     "no tokens": (spoil("output_ids", []), "no tokens, although it ended by length"),
     "spans with a gap": (
         spoil("meta.weight_versions", [{"version": "0", "start": 1, "end": 3}]),
@@ -182,6 +187,20 @@ def test_what_does_not_agree_is_an_error_that_names_request_and_server(name):
     if name != "no meta":
         assert "request a-1" in str(caught.value)
     assert str(caught.value).startswith(SERVER)
+
+
+def test_a_request_ran_on_the_rank_that_it_was_sent_to():
+    """Pitfall 22: SGLang names the rank; a router may have chosen another one."""
+    free = wire_request()
+    asked, raw = replace(free, data_rank=2), said_to(free)
+    for rank in (2, None):
+        raw["meta_info"]["dp_rank"] = rank
+        assert len(read_by_hand(raw, asked).token_ids) == 3
+    for rank in (0, 3):
+        raw["meta_info"]["dp_rank"] = rank
+        with pytest.raises(ServerError, match=rf"it ran on data-parallel rank {rank}, but was sent to 2 \(routed_dp"):
+            read_by_hand(raw, asked)
+        assert len(read_by_hand(raw, free).token_ids) == 3
 
 
 def test_too_many_tokens_show_an_ignored_budget():
