@@ -169,8 +169,16 @@ def sglang(cfg: RunConfig) -> Iterator[str]:
         )
     if routing == "R3" and engine.get("routes", "auto") == "never":
         yield "rollout.engine.routes is never, but algorithm.routing=R3 replays the engine's routes: set it to auto"
+    given = engine.get("servers")
+    servers = given if isinstance(given, Mapping) else {}
+    if (quantised := servers.get("quantization", "none")) != "none":
+        yield (
+            f"rollout.engine.servers.quantization is {quantised!r}, but SGLang quantises once, as it loads: weights of "
+            "an update find parameters of another kind. Set it to none; a folder in FP8 says so itself, and "
+            "weight_sync.precision=fp8_block sends what it holds"
+        )
     limit = SGLANG_MASK_TOKENS
-    if isinstance(servers := engine.get("servers"), Mapping) and servers.get("sampling_mask_max_tokens"):
+    if servers.get("sampling_mask_max_tokens"):
         limit = min(limit, int(servers["sampling_mask_max_tokens"]))
     if cfg.rollout.top_k > limit:
         yield (

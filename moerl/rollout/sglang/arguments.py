@@ -13,7 +13,8 @@ from typing import Any
 
 from moerl.config.choices import Bounds, choice_fault
 from moerl.errors import ConfigError
-from moerl.rollout.sglang.route_support import route_faults
+from moerl.rollout.sglang.route_support import NOT_WITH_ROUTES, route_faults
+from moerl.rollout.sglang.suited import DRAFT, LOST_DRAFT
 
 WHERE = "rollout.engine.servers"
 """Where the configuration stands in a run's."""
@@ -78,9 +79,6 @@ OURS = (
     *("--skip-server-warmup", "--log-level-http"),
 )
 """Arguments that moerl sets itself, and those that would bypass its key."""
-NOT_WITH_ROUTES = {
-    "--speculative-algorithm": "its draft model's router is captured in the place of layer 0's in some versions",
-}
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class SglangServerConfig:
 
     dtype: str = "auto"
     quantization: str = "none"
-    """`fp8` quantises bf16 weights as they are loaded; a checkpoint that is in FP8 says so itself."""
+    """`fp8` quantises bf16 weights once, as they are loaded, so no run takes it; a folder in FP8 says so itself."""
     fp8_gemm_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     fp32_head: bool = False
@@ -199,7 +197,7 @@ def faults(config: SglangServerConfig, *, has_cuda: bool, returns_routes: bool) 
     yield from _combination_faults(config, returns_routes)
     if returns_routes:
         yield from route_faults(config, WHERE)
-    yield from _extra_faults(config.extra_args, returns_routes)
+    yield from _extra_faults(config, returns_routes)
     device = device_of(config, has_cuda=has_cuda)
     if device == "cpu":
         yield from _cpu_faults(config)
@@ -276,9 +274,9 @@ def _cpu_faults(config: SglangServerConfig) -> Iterator[str]:
             yield f"{WHERE}.{name} is {value!r}, but must be {words} on a CPU: it needs a GPU"
 
 
-def _extra_faults(extra: list[str], returns_routes: bool) -> Iterator[str]:
+def _extra_faults(config: SglangServerConfig, returns_routes: bool) -> Iterator[str]:
     fields_of = {flag: name for table in (FLAGS, SWITCHES, SWITCHED_OFF) for name, flag in table.items()} | ALIASES
-    for argument in extra:
+    for argument in config.extra_args:
         flag = argument.split("=", 1)[0].replace("_", "-")
         if not flag.startswith("--"):
             continue
@@ -291,6 +289,8 @@ def _extra_faults(extra: list[str], returns_routes: bool) -> Iterator[str]:
         elif returns_routes:
             for reason in (reason for word, reason in NOT_WITH_ROUTES.items() if word.startswith(flag)):
                 yield f"{WHERE}.extra_args has {flag}, but with routes (R3) it must not: {reason}"
+        if config.memory_saver and DRAFT.startswith(flag):
+            yield f"{WHERE}.extra_args has {flag}, but with {WHERE}.memory_saver it must not: {LOST_DRAFT}"
 
 
 def _divisors(number: int) -> str:

@@ -17,6 +17,17 @@ if TYPE_CHECKING:
 
 RUNNERS_WITHOUT_ROUTES = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel")
 """They choose experts inside their kernels, where nothing is noted."""
+NOT_WITH_ROUTES = {
+    "--speculative-algorithm": "its draft model's router is captured in the place of layer 0's in some versions",
+    "--enable-hicache": "the routes of a prefix that comes back from the host tier are stale",
+    "--enable-lmcache": "the routes of a prefix that comes back from LMCache are stale",
+    "--enable-flexkv": "the routes of a prefix that comes back from FlexKV are stale",
+    "--radix-cache-backend": "the routes of a prefix that comes back from a cache of its own may be stale",
+    "--disaggregation-mode": "a server that takes over a prefix from another has no routes of it",
+}
+"""Arguments of no field -> why a server that returns routes must not have them."""
+_TIERS = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")
+"""What a server says of caches outside the device: keys and values come back from there, routes do not."""
 EXCHANGES_WITH_ROUTES = ("none", "deepep", "deepep_v2")
 """All-to-all backends whose slices of tokens are gathered again for the notes."""
 
@@ -68,11 +79,15 @@ def refuse_without_routes(url: str, info: ServerInfo) -> None:
             f"{url} has --moe-a2a-backend {exchange}, with which SGLang returns the routes of a part of the tokens "
             f"(R3); start it with one of {', '.join(EXCHANGES_WITH_ROUTES)}"
         )
-    if info.values.get("enable_hierarchical_cache") is True:
+    for flag in (f"--{name.replace('_', '-')}" for name in _TIERS if info.values.get(name) is True):
         raise RolloutError(
-            f"{url} has --enable-hierarchical-cache: the routes of a prefix that comes back from the host tier are "
-            "stale (R3); start it without"
+            f"{url} has {flag}: the routes of a prefix that comes back from the host tier are stale (R3); start it "
+            "without"
         )
+    for name, plain in (("radix_cache_backend", None), ("disaggregation_mode", "null")):
+        flag, value = f"--{name.replace('_', '-')}", info.values.get(name)
+        if value not in (None, plain):
+            raise RolloutError(f"{url} has {flag} {value}: {NOT_WITH_ROUTES[flag]} (R3); start it without")
     if (algorithm := info.values.get("speculative_algorithm")) is not None:
         raise RolloutError(
             f"{url} has --speculative-algorithm {algorithm}, whose draft model's router may be noted in the place of "

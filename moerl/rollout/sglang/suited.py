@@ -20,6 +20,8 @@ LENT = "lent-"
 """The label of a server begins with it while the learner has memory of it (`lending.py`)."""
 EMPTY = "empty-"
 """The label of a server begins with it while its weights are lost: it lent them to a run that ended."""
+DRAFT = "--speculative-algorithm"
+LOST_DRAFT = "the draft model's weights are lost where memory is released, and no update sends them"
 
 
 async def look_at_servers(
@@ -91,7 +93,8 @@ def refuse_unsuited(
 
     Raises:
         RolloutError: it has too little room, was started without the routes or the memory saver, or in a way with which
-            its routes are not those of its tokens, or with pipeline stages that the weights would not reach.
+            its routes are not those of its tokens, or with pipeline stages that the weights would not reach, or with a
+            draft model that would lose its weights.
     """
     if needs_routes:
         refuse_without_routes(url, info)
@@ -104,6 +107,11 @@ def refuse_unsuited(
         raise RolloutError(
             f"{url} was started without --enable-memory-saver, so rollout.engine.release_memory would "
             "free nothing; start it with that flag, or set release_memory to false"
+        )
+    if needs_memory_saver and info.values.get("speculative_algorithm") is not None:
+        raise RolloutError(
+            f"{url} has {DRAFT} {info.values['speculative_algorithm']}, but rollout.engine.release_memory is on: "
+            f"{LOST_DRAFT}; start it without, or set release_memory to false"
         )
     if info.context_length is not None and info.context_length < longest_tokens:
         raise RolloutError(

@@ -46,6 +46,7 @@ def test_memory_is_lent_where_nothing_needs_the_engine_meanwhile(engine):
 def test_good_ones_pass():
     assert faults(URLS, routing="R3", top_k=4096) == []
     assert faults({"name": "sglang", "servers": {}}) == []
+    assert faults({"name": "sglang", "servers": {"quantization": "none", "kv_cache_dtype": "fp8_e4m3"}}) == []
     assert faults({"name": "local"}, top_k=5000) == []
     assert faults(masking(100), top_p=0.9, top_k=100) == faults(masking(None), top_p=0.9) == []
     assert faults(masking(100)) == faults(masking(8000), top_p=0.9) == []
@@ -58,6 +59,7 @@ def test_good_ones_pass():
         ({**URLS, "servers": {}}, {}, "needs either urls of servers that run"),
         ({**URLS, "pause_mode": "retract"}, {"routing": "R3"}, "pause_mode is 'retract' with algorithm.routing=R3"),
         ({**URLS, "routes": "never"}, {"routing": "R3"}, "rollout.engine.routes is never"),
+        ({"name": "sglang", "servers": {"quantization": "fp8"}}, {}, "servers.quantization is 'fp8', but SGLang quant"),
         (URLS, {"top_k": 5000}, "rollout.top_k is 5000, but SGLang"),
         (masking(100), {"top_k": 200}, "for at most 100: lower it"),
         (masking(100), {"top_p": 0.9}, "rollout.top_p is 0.9 without top_k, which asks for 4096 tokens"),

@@ -75,6 +75,14 @@ BAD = {
     "beginning": ({"extra_args": ["--tens", "2"]}, "extra_args has --tens; set rollout.engine.servers.tensor instead"),
     "alias": ({"extra_args": ["--ep=4"]}, "extra_args has --ep; set rollout.engine.servers.expert instead"),
     "replicas": ({"extra_args": ["--dp-size", "2"]}, "set rollout.engine.servers.num_servers instead"),
+    "draft": (
+        {"extra_args": ["--speculative-algorithm", "EAGLE"], "memory_saver": True},
+        "extra_args has --speculative-algorithm, but with rollout.engine.servers.memory_saver it must not: the draft",
+    ),
+    "beginning of draft": (
+        {"extra_args": ["--speculative-algo=EAGLE"], "memory_saver": True},
+        "extra_args has --speculative-algo, but with rollout.engine.servers.memory_saver it must not",
+    ),
     "underscores": ({"extra_args": ["--ep_size", "2"]}, "extra_args has --ep-size; set rollout.engine.servers.expert"),
 }
 
@@ -93,10 +101,27 @@ def test_what_is_refused(fields, text):
 
 def test_routes_refuse_what_makes_them_stale():
     assert "must be False where routes are replayed" in found(routes=True, hierarchical_cache=True)[0]
-    for spelling in ("--speculative-algorithm", "--speculative-algo"):
-        speculative = {"extra_args": [spelling, "EAGLE"]}
-        assert found(**speculative) == []
-        assert "with routes (R3) it must not" in found(routes=True, **speculative)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--speculative-algorithm", "EAGLE"], "draft model's router"),
+        (["--speculative-algo", "EAGLE"], "draft model's router"),
+        (["--enable-hicache"], "host tier"),
+        (["--enable-lmcache"], "comes back from LMCache"),
+        (["--enable_lmcache"], "comes back from LMCache"),
+        (["--enable-flexkv"], "comes back from FlexKV"),
+        (["--radix-cache-backend=flexkv"], "from a cache of its own"),
+        (["--disaggregation-mode", "decode"], "takes over a prefix from another"),
+    ],
+)
+def test_routes_refuse_arguments_that_make_them_stale(words, why):
+    """Pitfalls 4 and 8."""
+    assert found(extra_args=words) == []
+    (fault,) = found(routes=True, extra_args=words)
+    assert "with routes (R3) it must not: " in fault
+    assert why in fault
 
 
 @pytest.mark.parametrize(
