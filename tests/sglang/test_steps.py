@@ -42,7 +42,7 @@ def started(python, tmp_path):
     """Starts a run of so many steps; ends it, and its servers, after the test."""
     runs = []
 
-    def start(num_steps):
+    def start(num_steps, *overrides):
         run = build_run(
             load(
                 str(RECIPE),
@@ -60,6 +60,7 @@ def started(python, tmp_path):
                     "telemetry.progress=off",
                     "telemetry.report=false",
                     "telemetry.probe_prompts=0",
+                    *overrides,
                 ],
             )
         )
@@ -89,8 +90,10 @@ def assert_of_one_policy(row):
     assert row["route/set_change"] < 0.01
 
 
-def test_two_steps(started, tmp_path):
-    rows = rows_of(started(2), tmp_path)
+@pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2xep2"])
+def test_two_steps(started, tmp_path, ranks):
+    parts = [f"rollout.engine.servers.{name}={ranks}" for name in ("tensor", "expert")]
+    rows = rows_of(started(2, *parts), tmp_path)
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert_of_one_policy(row)
