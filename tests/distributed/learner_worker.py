@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from random_samples import random_samples
+from random_samples import LENGTHS, random_samples
 from whole_rows import logprobs_and_logits
 
 from moerl.actor_critic import ActorCritic
@@ -38,7 +38,6 @@ from moerl.token_credit import TokenCredit
 from moerl.types import MicroBatch, Sample, StepBatch
 
 STEPS = 3
-LENGTHS = (9, 17, 6, 21, 12, 8, 29, 14, 11, 7, 19, 10)
 
 
 def samples(rng: np.random.Generator, case: dict[str, Any], *, constant: bool) -> list[Sample]:

@@ -34,6 +34,8 @@ METHODS: dict[str, dict[str, Any]] = {
 ROUTINGS = ("none", "R2", "R3")
 ROUTERS = ("softmax", "dense_first", "sigmoid", "shared", "latent")
 """Keys of `tiny_models.KINDS`."""
+SUPPORTED = {"latent": 20, "fused": 20}
+"""Router -> tokens that were in the running where an answer's token was sampled; all of the vocabulary elsewhere."""
 
 OF_A_LAYOUT = {"data/padding_fraction"}
 """Metrics that are not the same in every layout."""
@@ -84,13 +86,18 @@ def pairs_of(case: Case) -> frozenset[tuple[tuple[str, str], ...]]:
     return frozenset(itertools.combinations(zip(Case._fields, case, strict=True), 2))
 
 
-SGD, AUX = "sgd", "aux"
-"""Optimizers beside Adam: plain, and Adam with the balancing loss on."""
+SGD, AUX, EVEN = "sgd", "aux", "even"
+"""Optimizers beside Adam: plain, and Adam with the balancing loss on. That is a mean over micro-batches and data ranks,
+so `EVEN` has answers of one length, which make the same micro-batches on one data rank, two and four.
+"""
 
 
 def case(model: str, method: str, routing: str, optimizer: str, router: str = "dense_first") -> dict[str, Any]:
     """What `learner_worker.py` is told of one case; `model` is a folder with a model of the kind `router`."""
     kind = tiny_models.KINDS[router]
+    shape = {"layers": kind.layers, "experts": kind.experts, "topk": kind.topk, "vocab": 54}
+    if router in SUPPORTED:
+        shape["support"] = SUPPORTED[router]
     return {
         "name": f"{method}.{routing}.{router}.{optimizer}",
         "preset": method,
@@ -98,7 +105,8 @@ def case(model: str, method: str, routing: str, optimizer: str, router: str = "d
         "routing": routing,
         "model": model,
         "optimizer": "sgd" if optimizer == SGD else "adam",
-        "model_options": {"aux_loss_coefficient": 0.02} if optimizer == AUX else {},
+        "model_options": {"aux_loss_coefficient": 0.02} if optimizer in (AUX, EVEN) else {},
         "lr": 0.02 if optimizer == SGD else 2e-4,
-        "shape": {"layers": kind.layers, "experts": kind.experts, "topk": kind.topk, "vocab": 54},
+        "shape": shape,
+        **({"lengths": (20,) * 16, "budget": 40, "steps": 1} if optimizer == EVEN else {}),
     }
