@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import KINDS, save_model
 
+from moerl.errors import CheckpointError
 from moerl.models.family import families
 from moerl.models.hf_folder import HFFolder, Unfused
 from moerl.models.rules import Copy, GateUp, Vocab
@@ -45,6 +46,18 @@ def test_names_shapes_and_boxes_are_megatrons(built):
         ]
         made = [(piece.key, piece.shape, piece.offset, piece.extent) for piece in names.pieces(rule)]
         assert made == wanted, rule.megatron_name
+
+
+def test_a_parameter_that_no_rule_fills_keeps_nothing_that_was_there(built, monkeypatch):
+    """Megatron-LM 5844: it would train on from its first random values. Here it is no number before anything loads."""
+    _, weights, _, _ = built
+    left_out = weights.rules[-1].megatron_name
+    before = weights.local[left_out].detach().clone()
+    monkeypatch.setattr(weights, "rules", weights.rules[:-1])
+    with pytest.raises(CheckpointError, match="unfilled or not finite after loading") as caught:
+        weights.load_hf()
+    assert left_out in str(caught.value)
+    weights.local[left_out].data.copy_(before)
 
 
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
