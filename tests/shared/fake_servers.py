@@ -56,11 +56,15 @@ async def dispatching(
     expected: Expected = EXPECTED,
     watch_settings: WatchSettings = QUICK_WATCH,
     health_seconds: float = 5.0,
+    control_seconds: float = 20.0,
     **settings: Any,
 ) -> AsyncIterator[Dispatcher]:
     """A dispatcher over `servers`, closed at the end, with retries that do not wait long."""
     timeouts = ClientTimeouts(
-        connect_seconds=5.0, control_seconds=20.0, update_seconds=20.0, health_seconds=health_seconds
+        connect_seconds=5.0,
+        control_seconds=control_seconds,
+        update_seconds=control_seconds,
+        health_seconds=health_seconds,
     )
     clients = [SglangClient(server.url, index=i, timeouts=timeouts) for i, server in enumerate(servers)]
     given = {"retry_wait_seconds": 0.01, **settings}

@@ -41,14 +41,14 @@ def make(kind, place, **options):
 
 
 @contextlib.asynccontextmanager
-async def updating(servers, sender, *, watch=False):
+async def updating(servers, sender, *, watch=False, **settings):
     """(dispatcher, updates) as the engine puts them together."""
     box = []
 
     async def replay(client):
         return await box[0].replay(client)
 
-    async with dispatching(servers, watch=watch, replay=replay) as dispatcher:
+    async with dispatching(servers, watch=watch, replay=replay, **settings) as dispatcher:
         box.append(Updates(dispatcher, sender, pause_mode="abort"))
         yield dispatcher, box[0]
         sender.close()
@@ -152,6 +152,31 @@ def test_whatever_fails_around_the_buckets_no_old_or_mixed_weights_are_served_as
                     got = await asyncio.wait_for(asked(dispatcher, f"q{i}#0"), 20)
                     assert got.version_spans == ((0, 3, 2),)
                 assert server.state()["label"] == other.state()["label"] == "2"
+
+        asyncio.run(main())
+
+
+INSIDE = [
+    ("disk", "/update_weights_from_disk"),
+    ("tensor", "/update_weights_from_tensor"),
+    ("tensor", "/end_weight_update"),
+]
+
+
+@pytest.mark.parametrize(("kind", "endpoint"), [*AROUND, *INSIDE])
+def test_a_server_that_hangs_holds_an_update_up_no_longer_than_its_limit(kind, endpoint, place):
+    """Pitfall 20: it is taken out, the error names what it did not answer, and the others go on by the new weights."""
+    with FakeServer(faults=[{"kind": "hang", "endpoint": endpoint, "times": -1}]) as server, FakeServer() as other:
+
+        async def main():
+            async with updating([server, other], make(kind, place), control_seconds=0.5) as (dispatcher, updates):
+                await asyncio.wait_for(publish(updates, 1), 20)
+                member, healthy = dispatcher.pool.members
+                assert (member.state, healthy.state) == ("out", "fit")
+                assert f"{server.url}{endpoint}: no answer within 0.5 s" in member.why_out
+                got = await asyncio.wait_for(asked(dispatcher), 20)
+                assert got.version_spans == ((0, 3, 1),)
+                assert "/generate" not in server.state()["counts"]
 
         asyncio.run(main())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -98,7 +99,7 @@ def test_an_update_reaches_the_draft_model_too_and_its_buckets_flush_nothing(ser
     """Pitfalls 18 and 19: `target` alone would leave a draft its old weights, and a flush is refused while one runs."""
     posted, post = [], Connection.post
 
-    async def noted(self: Connection, endpoint: str, body: dict, **options: object) -> bytes:
+    async def noted(self: Connection, endpoint: str, body: dict, **options: Any) -> bytes:
         posted.append((endpoint, body))
         return await post(self, endpoint, body, **options)
 

@@ -73,6 +73,7 @@ def test_an_aborted_answer_goes_on_with_the_budget_that_is_left(first, second):
     assert got.version_spans == spans
     assert got.policy_version == spans[-1][2]
     assert len(got.token_ids) == len(got.logprobs) == spans[-1][1] == BUDGET
+    assert got.routed_experts is not None
     rows = got.routed_experts.open()
     assert len(rows) == len(PROMPT) + BUDGET - 1
     first_row, text = 0, np.concatenate([PROMPT, got.token_ids])
