@@ -50,13 +50,15 @@ def sender_of(kind, place):
 
 
 @pytest.fixture(
-    params=[("disk", 2), ("tensor", 2), ("distributed", 2), ("tensor", 1)],
-    ids=["disk", "tensor", "distributed", "tensor_the_only_one"],
+    params=[("disk", 2, 1), ("tensor", 2, 1), ("distributed", 2, 1), ("tensor", 1, 1), ("tensor", 1, 2)],
+    ids=["disk", "tensor", "distributed", "tensor_the_only_one", "tensor_the_only_one_tp2xep2"],
 )
 def engine(request, python, tmp_path):
-    kind, num_servers = request.param
+    kind, num_servers, ranks = request.param
     servers = {
         "num_servers": num_servers,
+        "tensor": ranks,
+        "expert": ranks,
         "python": str(python),
         "dtype": "float32",
         "max_total_tokens": 4096,
