@@ -22,6 +22,7 @@ from moerl.algorithms.objective import build_objective
 from moerl.checkpoint import CheckpointStore
 from moerl.config.schema import CriticSection, ModelSection, OptimSection, ParallelSection, PrecisionSection
 from moerl.mcore.critic import MegatronCritic
+from moerl.mcore.optimizer_state import parameter_states
 from moerl.mcore.parallel import release_parallel
 from moerl.mcore.policy import MegatronPolicy
 from moerl.metrics import to_floats
@@ -134,6 +135,11 @@ def run(case: dict[str, Any], layout: dict[str, Any], out: Path) -> None:
     if "save" in case:
         save(policy, out / case["save"])
     record["after"] = train(policy, case, case.get("after", 0))
+    record["moments"] = sum(
+        state.tensors["exp_avg"].numel()
+        for state in parameter_states(policy._optimizer.inner)
+        if "exp_avg" in state.tensors
+    )
     weights = {name: tensor.detach().float().cpu().numpy().copy() for name, tensor in policy.export()}
     if policy.parallel.rank == 0:
         (out / f"{case['run']}.json").write_text(json.dumps(record))

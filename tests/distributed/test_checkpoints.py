@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +105,12 @@ def alone_again():
     return [{"sizes": {}, "runs": runs}]
 
 
+def four_again():
+    """As many go on from what the killed ones saved, in their layout."""
+    run = {"run": "killed_again", "load": "store/step_000003/learner", "after": 2, **DISTRIBUTED}
+    return [{"sizes": TP2_EP2, "runs": [run]}]
+
+
 def start(plan: list[dict], folder: Path, processes: int, *, is_killed: bool = False) -> str:
     model = str(folder / "model")
     for layout in plan:
@@ -118,10 +125,11 @@ def folder(tmp_path_factory) -> Path:
     start(one_process(), folder, 1)
     (folder / "four.log").write_text(start(four_processes(), folder, 4, is_killed=True))
     (folder / "alone.log").write_text(start(alone_again(), folder, 1))
+    start(four_again(), folder, 4)
     return folder
 
 
-def record(folder: Path, run: str) -> dict[str, list[dict[str, float]]]:
+def record(folder: Path, run: str) -> dict[str, Any]:
     return json.loads((folder / f"{run}.json").read_text())
 
 
@@ -159,6 +167,14 @@ def test_the_same_layout_goes_on_to_the_bit(folder, run):
     before, after = weights(folder, run), weights(folder, f"{run}_again")
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_what_was_saved_before_a_kill_goes_on_to_the_bit(folder):
+    """As one that saved at that step, went on, and that nobody killed."""
+    assert record(folder, "killed_again")["after"] == record(folder, "swapped")["after"]
+    straight, resumed = weights(folder, "swapped"), weights(folder, "killed_again")
+    assert straight.keys() == resumed.keys()
+    assert all(np.array_equal(straight[name], resumed[name]) for name in straight)
 
 
 CONTINUATIONS = {
@@ -233,6 +249,14 @@ def test_the_distributed_optimizer_is_the_plain_one(folder):
             for name in alone.files:
                 gap = np.abs(grads[name] - alone[name]).max()
                 assert gap <= TOLERANCE * np.abs(alone[name]).max() + 1e-9, (run, name)
+
+
+def test_the_distributed_optimizer_leaves_each_of_two_data_ranks_half_of_the_moments(folder):
+    """The plain one has those of all of its parameters."""
+    held = {run: record(folder, run)["moments"] for run in ("plain", "distributed", "bf16", "alone")}
+    assert held["alone"] > 1.5 * held["plain"], "tensor and expert ranks"
+    for run in ("distributed", "bf16"):
+        assert 0.45 < held[run] / held["plain"] < 0.55, held
 
 
 def test_data_parallel_ranks_share_the_writing(folder):
