@@ -45,6 +45,9 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 }
 """Other sections of a method's configuration. `few`: so many answers are without a verdict that ranks have none."""
 
+ONWARD = {"pp2": ("parallel.tensor=2", "parallel.expert=2")}
+"""Name of a case -> overrides under which its second step is done too."""
+
 
 def deep_policy(folder: Path) -> Path:
     """Four layers; the new ones add little to the stream, so that it answers much as the demo's does."""
@@ -134,7 +137,13 @@ class Bench:
 
     def plan(self, cases: dict[str, tuple[str, tuple[str, ...]]], file: str) -> str:
         plan = [
-            {"name": name, "config": str(self.configs[method]), "overrides": list(more), "folder": str(self.runs)}
+            {
+                "name": name,
+                "config": str(self.configs[method]),
+                "overrides": more,
+                "onward": ONWARD.get(name, ()),
+                "folder": str(self.runs),
+            }
             for name, (method, more) in cases.items()
         ]
         (self.folder / file).write_text(json.dumps(plan))

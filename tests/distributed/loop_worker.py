@@ -1,13 +1,15 @@
 """One of the processes of the loop tests: whole runs of `moerl train`, one after the other, in several layouts.
 
 Started by torchrun (or alone) as `loop_worker.py PLAN.json`. A plan lists cases: name, configuration, overrides. Each
-case is run to its end as `<name>`, and as `<name>.parts`: one step, then everything built anew and the rest.
+case is run to its end as `<name>`, and as `<name>.parts`: one step, then everything built anew and the rest. One with
+overrides to go on with has its first step go on under them too, as `<name>.moved`.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,13 @@ def run(case: dict[str, Any], team: Team, name: str, num_steps: int) -> None:
     release_parallel()
 
 
+def set_aside(folder: Path, name: str, *, moves: bool) -> None:
+    """The weights after the first step; and all of the run, where it goes on in another way too."""
+    (folder / f"{name}.parts" / "hf").rename(folder / f"{name}.after_1")
+    if moves:
+        shutil.copytree(folder / f"{name}.parts", folder / f"{name}.moved")
+
+
 def main() -> None:
     """Run every case."""
     plan = json.loads(Path(sys.argv[1]).read_text())
@@ -51,9 +60,10 @@ def main() -> None:
             name = case["name"]
             run(case, team, f"{name}.parts", 1)
             if team.is_leader:
-                folder = Path(case["folder"])
-                (folder / f"{name}.parts" / "hf").rename(folder / f"{name}.after_1")
+                set_aside(Path(case["folder"]), name, moves=bool(case["onward"]))
             team.meet()
+            if case["onward"]:
+                run({**case, "overrides": case["onward"]}, team, f"{name}.moved", STEPS)
             if not world.is_alone:
                 run(case, team, f"{name}.parts", STEPS)
                 run(case, team, name, STEPS)

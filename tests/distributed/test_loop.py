@@ -17,7 +17,7 @@ from moerl.convert.compare import compare_weights
 from moerl.convert.places import find
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loop_files import LIMIT_SECONDS, METHODS, Bench, finish, legal_layouts, start
+from loop_files import LIMIT_SECONDS, METHODS, ONWARD, Bench, finish, legal_layouts, start
 
 SLOW_LIMIT_SECONDS = 3600
 TOLERANCE = 2e-5
@@ -98,16 +98,21 @@ def done(request, name: str) -> Bench:
 NAMES = [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in EVERY)]
 
 
+def assert_near(one: dict[str, float], other: dict[str, float]) -> None:
+    assert one.keys() == other.keys()
+    for metric in one.keys() - OF_A_LAYOUT:
+        value = one[metric]
+        allowed = WIDE.get(metric, TOLERANCE) * (1 + abs(value))
+        assert abs(other[metric] - value) <= allowed, (metric, value, other[metric])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_step_is_that_of_one_process(done, name):
     method = {**LAYOUTS, **EVERY}[name][0]
     alone, together = done.rows(f"alone.{method}.parts")[:2], done.rows(name)[:1]
     together += done.rows(f"{name}.parts")[1:2]
     for a, b in zip(alone, together, strict=True):
-        assert a.keys() == b.keys()
-        for metric in a.keys() - OF_A_LAYOUT:
-            value = a[metric]
-            assert abs(b[metric] - value) <= WIDE.get(metric, TOLERANCE) * (1 + abs(value)), (metric, value, b[metric])
+        assert_near(a, b)
     first = [(done.runs / one / "samples.jsonl").read_text().splitlines()[:4] for one in (name, f"{name}.parts")]
     assert first[0] == first[1]
     assert len(alone[1]) > 150
@@ -135,6 +140,16 @@ def test_one_step_and_one_are_two_steps_to_the_bit(done, name):
     assert [row["step"] for row in done.rows(name)] == [0, 1, 2]
     for file in ("hf/model.safetensors", "exports/step_000002/model.safetensors", "samples.jsonl", "load.jsonl"):
         assert (done.runs / name / file).read_bytes() == (done.runs / f"{name}.parts" / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("name", ONWARD)
+def test_a_run_goes_on_in_another_layout_as_in_its_own(layouts, name):
+    """From its first checkpoint; all that is measured, of the evaluation at the end too."""
+    straight, moved = (layouts.rows(f"{name}.{run}") for run in ("parts", "moved"))
+    assert [row["step"] for row in moved] == [0, 1, 2]
+    assert moved[:2] == straight[:2]
+    assert_near(straight[2], moved[2])
+    assert "eval/accuracy_greedy" in moved[2]
 
 
 @pytest.mark.parametrize("name", NAMES)
