@@ -58,12 +58,20 @@ class SglangEngineConfig:
                 faults.append(
                     f"rollout.engine.{name} is {getattr(self, name)!r}, but must be one of {', '.join(allowed)}"
                 )
-        for name in ("requests_per_server", "request_timeout_seconds", "health_seconds", "no_server_seconds"):
+        seconds = ("request_timeout", "control_timeout", "update_timeout", "health", "no_server")
+        for name in ("requests_per_server", *(f"{name}_seconds" for name in seconds)):
             if not getattr(self, name) > 0:
                 faults.append(f"rollout.engine.{name} is {getattr(self, name)}, but must be above 0")
         for name in ("affinity_slack", "num_retries", "retry_wait_seconds"):
             if getattr(self, name) < 0:
                 faults.append(f"rollout.engine.{name} is {getattr(self, name)}, but must be 0 or more")
+        longest = self.control_timeout_seconds + self.update_timeout_seconds
+        if self.pause_mode != "abort" and self.request_timeout_seconds <= longest:
+            faults.append(
+                f"rollout.engine.request_timeout_seconds is {self.request_timeout_seconds:g}, but with pause_mode "
+                f"{self.pause_mode!r} requests wait at the server while it is updated: it must be above "
+                f"control_timeout_seconds + update_timeout_seconds, which is {longest:g}"
+            )
         if faults:
             raise ConfigError(*faults)
 

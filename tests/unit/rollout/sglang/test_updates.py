@@ -277,3 +277,15 @@ def test_an_engine_needs_urls_or_servers(tmp_path):
         SglangEngine(SglangEngineConfig(urls=["http://a"], servers={}), served_model=model, sender=sender_to(tmp_path))
     with pytest.raises(ConfigError, match="pause_mode is 'stop', but must be one of abort, retract, in_place"):
         SglangEngineConfig(pause_mode="stop")
+
+
+def test_requests_that_wait_out_an_update_have_the_time_for_it():
+    """Each limit of an update is shorter than that of a request, where requests stay at the server meanwhile."""
+    limits = {"control_timeout_seconds": 120.0, "update_timeout_seconds": 600.0}
+    SglangEngineConfig(pause_mode="abort", request_timeout_seconds=1.0, **limits)
+    for mode in ("retract", "in_place"):
+        SglangEngineConfig(pause_mode=mode, request_timeout_seconds=721.0, **limits)
+        with pytest.raises(ConfigError, match=r"request_timeout_seconds is 720, .* must be above .* which is 720"):
+            SglangEngineConfig(pause_mode=mode, request_timeout_seconds=720.0, **limits)
+    with pytest.raises(ConfigError, match="update_timeout_seconds is 0, but must be above 0"):
+        SglangEngineConfig(update_timeout_seconds=0)
