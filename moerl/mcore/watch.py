@@ -80,7 +80,7 @@ class Watch:
         self._silence = silence_seconds
         self._seconds = min(MAX_BEAT_SECONDS, silence_seconds / 5)
         self._place: dict[str, Any] = {"pid": os.getpid(), "host": _pid_space(), "step": 0, "phase": "start"}
-        self._place |= {"entered": 0, "since": time.time()}
+        self._place |= {"entered": 0, "since": time.time(), "has_failed": False}
         self._count = 0
         self._seen: dict[int, _Seen] = {}
         self._closing = threading.Event()
@@ -122,6 +122,7 @@ class Watch:
 
     def explain(self, error: BaseException) -> PeerError:
         """Of an exchange that failed: wait for the fault behind it, or else report who is behind."""
+        self._place = {**self._place, "has_failed": True}
         patience = BLAME_SECONDS if self._world.rank == 0 else 1.5 * BLAME_SECONDS
         end = time.monotonic() + patience
         while self._failed is None and time.monotonic() < end:
@@ -206,7 +207,10 @@ class Watch:
         least = min(sign["entered"] for sign in signs.values())
         behind = {rank: sign for rank, sign in signs.items() if sign["entered"] == least}
         if len(behind) == len(signs):
-            return f"an exchange between the ranks failed {_where(signs[0])}"
+            own = self._world.rank
+            others = {rank: sign for rank, sign in signs.items() if rank != own and not sign["has_failed"]}
+            standing = f", with {_standing(others)}" if others else ""
+            return f"an exchange between the ranks failed {_where(signs[0])}{standing}"
         listed = ", ".join(f"rank {rank} {_where(sign)}" for rank, sign in behind.items())
         seconds = max(time.time() - sign["since"] for sign in behind.values())
         return f"the others waited in vain for {listed}, for {seconds:.0f} s"
@@ -232,13 +236,17 @@ def _stalled(signs: dict[int, dict[str, Any]], still: float) -> str | None:
     """Where ranks stand that are all in one phase; None where one is behind."""
     if len({sign["entered"] for sign in signs.values()}) > 1:
         return None
+    where = _where(next(iter(signs.values())))
+    return f"an exchange between the ranks did not end {where} for {still:.0f} s: {_standing(signs)}"
+
+
+def _standing(signs: dict[int, dict[str, Any]]) -> str:
+    """Which ranks stand where, the fewest together first."""
     ranks_at: dict[str, list[int]] = {}
     for rank, sign in signs.items():
         ranks_at.setdefault(sign["at"], []).append(rank)
     fewest_first = sorted(ranks_at.items(), key=lambda item: len(item[1]))
-    standing = "; ".join(f"{_ranks(ranks)} at {at or 'an unknown place'}" for at, ranks in fewest_first)
-    where = _where(next(iter(signs.values())))
-    return f"an exchange between the ranks did not end {where} for {still:.0f} s: {standing}"
+    return "; ".join(f"{_ranks(ranks)} at {at or 'an unknown place'}" for at, ranks in fewest_first)
 
 
 def _ranks(ranks: list[int]) -> str:

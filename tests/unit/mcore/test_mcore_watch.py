@@ -200,6 +200,23 @@ def test_over_gloo_nothing_is_overdue(team, clock):
     assert rounds(clock, ranks, 3 * TIMEOUT, step=50) == []
 
 
+def test_over_gloo_a_failed_exchange_tells_where_those_stand_that_failed_in_none(team, monkeypatch):
+    """All are in one phase. Rank 3 waited in vain as well."""
+    from moerl.mcore import watch
+
+    monkeypatch.setattr(watch, "BLAME_SECONDS", 0)
+    ranks = team(4, places=["mcore.step", "mcore.optim", "mcore.optim", "mcore.step"], exchange_seconds=None)
+    enter_all(ranks, "update")
+    ranks[3].watch._failed = {"status": EXIT_FAILED}  # nothing to report any more
+    ranks[3].watch.explain(RuntimeError("Timed out"))
+    settle(ranks)
+    ranks[0].watch.explain(RuntimeError("Timed out\nmore"))
+    assert ranks[0].watch._fault()["text"] == (
+        "an exchange between the ranks failed in phase 'update' of step 5, "
+        "with ranks 1-2 at moerl.mcore.optim:2 (stand) (Timed out)"
+    )
+
+
 def test_a_new_phase_is_a_new_place(team, clock):
     ranks = team(2)
     for phase in ("score", "update", "publish", "probe"):
