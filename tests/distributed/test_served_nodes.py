@@ -33,7 +33,7 @@ cfg = FakeEngineConfig(
     vocab_size={SERVED.vocab_size}, num_layers={SERVED.num_layers}, num_experts={SERVED.num_experts},
     lengths={SERVED.lengths!r}, token_seconds=0.02,
 )
-folder, apps = pathlib.Path(os.environ["FAKE_SERVERS"]), []
+folder, apps = pathlib.Path(os.environ["FAKE_SGLANG_PIDS"]).parent, []
 (folder / f"{{cfg.port}}.pid").write_text(str(os.getpid()))
 def end(*_):
     (folder / f"{{cfg.port}}.json").write_text(json.dumps(apps[0]))
@@ -51,20 +51,6 @@ async def run():
 signal.signal(signal.SIGTERM, end)
 asyncio.run(run())
 """
-
-
-def make_python(folder: Path) -> Path:
-    """A Python that finds the fake engine as `sglang.launch_server`; process ids and last states are in `folder`."""
-    package = folder / "fake" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "launch_server.py").write_text(SOURCE)
-    python = folder / "python"
-    python.write_text(
-        f'#!/bin/sh\nFAKE_SERVERS={folder} PYTHONPATH={folder}/fake:{ranks.ROOT} exec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
-    return python
 
 
 def start(folder: Path, node: int, port: int, *overrides: str) -> subprocess.Popen[str]:
@@ -85,7 +71,7 @@ def start(folder: Path, node: int, port: int, *overrides: str) -> subprocess.Pop
 
 def engine(folder: Path, **servers: object) -> str:
     """The override for `rollout.engine`."""
-    python = make_python(folder)
+    python = fake_sglang.make_python(folder, SOURCE, path=str(ranks.ROOT))
     given = {"python": str(python), "nodes": "all", "host": "node", "stop_seconds": 2.0, **servers}
     return f"rollout.engine={json.dumps({'name': 'sglang', 'health_seconds': 0.2, 'servers': given})}"
 

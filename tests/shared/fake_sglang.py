@@ -36,16 +36,18 @@ server.serve_forever()
 """
 
 
-def make_python(folder: Path) -> Path:
-    """A Python that finds the program as `sglang.launch_server`; its processes are in `folder/pids`."""
+def make_python(folder: Path, source: str = SOURCE, *, path: str = "") -> Path:
+    """A Python that finds `source` as `sglang.launch_server`; what it writes goes beside `folder/pids`.
+
+    `path`: further places of packages.
+    """
     package = folder / "fake" / "sglang"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    (package / "launch_server.py").write_text(SOURCE)
+    (package / "launch_server.py").write_text(source)
     python = folder / "python"
-    python.write_text(
-        f'#!/bin/sh\nFAKE_SGLANG_PIDS={folder}/pids PYTHONPATH={folder}/fake exec {sys.executable} "$@"\n'
-    )
+    variables = f"FAKE_SGLANG_PIDS={folder}/pids PYTHONPATH={folder}/fake:{path}"
+    python.write_text(f'#!/bin/sh\n{variables} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     return python
 
