@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from moerl.rollout.sglang.counts import DispatchCounts
 from moerl.rollout.sglang.faults import ServerError
 from moerl.rollout.sglang.partials import Partial
 from moerl.rollout.sglang.pool import Lane, Member, Pool
+from moerl.rollout.sglang.tries import Tries, drawn_wait
 from moerl.rollout.sglang.wire import Answer, Expected, check_params, payload, read_answer
 from moerl.types import Completion, SamplingParams
 
@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 PAUSED, NO_WEIGHTS = "paused", "no_weights"
 """Reasons of a shut gate."""
-
-_MIN_WAIT_SECONDS, _MAX_WAIT_SECONDS = 0.001, 10.0
-_MAX_DOUBLINGS = 20
 
 
 @dataclass(frozen=True)
@@ -75,49 +72,6 @@ class _Flight:
     """That waits for the answer; set while a server has the request."""
     is_cut: bool = False
     """`task` was cancelled by `Dispatcher.cut`, which is no cancelling of the completion."""
-
-
-class _Tries:
-    """The attempts of one completion: whether another may follow, and after how long."""
-
-    def __init__(self, settings: DispatchSettings) -> None:
-        self._settings = settings
-        self._num_failed = self._num_busy = 0
-        self._busy_in_a_row = 0
-        self._busy_seconds = 0.0
-        """Waited for a full queue since the last answer."""
-
-    def wait_after(self, error: ServerError) -> float | None:
-        """Seconds until the next attempt; None: `error` stands. A full queue has its time, and uses up no retry."""
-        if error.kind == "busy":
-            if self._busy_seconds >= self._settings.request_timeout_seconds:
-                return None
-            self._num_busy += 1
-            self._busy_in_a_row += 1
-            seconds = _drawn_wait(self._settings, self._busy_in_a_row)
-            self._busy_seconds += seconds
-            return seconds
-        self._busy_in_a_row = 0
-        if not error.is_retried or self._num_failed == self._settings.num_retries:
-            return None
-        self._num_failed += 1
-        return _drawn_wait(self._settings, self._num_failed)
-
-    def note_answer(self) -> None:
-        """A queue had room."""
-        self._busy_in_a_row, self._busy_seconds = 0, 0.0
-
-    def said(self) -> str:
-        """For the error that stands."""
-        retries = self._num_failed + self._num_busy
-        return f" (after {retries} retries)" if retries else ""
-
-
-def _drawn_wait(settings: DispatchSettings, place: int) -> float:
-    """Seconds before the retry that is the `place`-th (from 1) in a row."""
-    first = max(settings.retry_wait_seconds, _MIN_WAIT_SECONDS)
-    longest = min(first * 2 ** min(place - 1, _MAX_DOUBLINGS), _MAX_WAIT_SECONDS)
-    return longest * random.uniform(0.5, 1.0)
 
 
 class Dispatcher:
@@ -195,6 +149,7 @@ class Dispatcher:
             flight.is_ended = True
             if flight.lane is not None:
                 await self._tell_abort(flight.lane.member, flight.rid)
+                self._begin(self._tell_again(flight, flight.rid))
 
     async def pause(self, mode: PauseMode) -> None:
         """Shut the gate and pause every fit server; one that does not answer is ejected, be it the last.
@@ -272,7 +227,7 @@ class Dispatcher:
             )
 
     async def _complete(self, partial: Partial, flight: _Flight) -> Completion:
-        resumes, tries = 0, _Tries(self.settings)
+        resumes, tries = 0, Tries(self.settings)
         while True:
             try:
                 answer = await self._attempt(partial, flight)
@@ -296,7 +251,7 @@ class Dispatcher:
             resumes += 1
             self.counts.resumes += 1
             if not len(answer.token_ids):
-                await asyncio.sleep(_drawn_wait(self.settings, 1))
+                await asyncio.sleep(drawn_wait(self.settings, 1))
 
     async def _attempt(self, partial: Partial, flight: _Flight) -> Answer:
         """One request at one server."""
@@ -389,9 +344,20 @@ class Dispatcher:
         """Beside what runs: the server may be gone."""
         if flight.lane is None:
             return
-        task = asyncio.get_running_loop().create_task(self._tell_abort(flight.lane.member, flight.rid))
+        self._begin(self._tell_abort(flight.lane.member, flight.rid))
+
+    def _begin(self, chore: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(chore)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
+
+    async def _tell_again(self, flight: _Flight, rid: str) -> None:
+        """Until it is answered: an abort that overtook its request found nothing to end."""
+        for place in itertools.count(1):
+            await asyncio.sleep(drawn_wait(self.settings, place))
+            if flight.task is None or flight.lane is None or flight.rid != rid:
+                return
+            await self._tell_abort(flight.lane.member, rid)
 
     async def _tell_abort(self, member: Member, rid: str) -> None:
         try:

@@ -12,7 +12,8 @@ from fake_servers import EXPECTED, SLOW, dispatching, prompt_of, should_sample, 
 from moerl.errors import RolloutError
 from moerl.rollout.fake_engine.serving import FakeServer
 from moerl.rollout.fake_engine.settings import FakeEngineConfig
-from moerl.rollout.sglang.dispatcher import DispatchSettings, _drawn_wait
+from moerl.rollout.sglang.dispatcher import DispatchSettings
+from moerl.rollout.sglang.tries import drawn_wait
 from moerl.types import Completion, SamplingParams
 
 PROMPT = prompt_of(5)
@@ -249,7 +250,7 @@ def test_a_queue_that_stays_full_is_waited_for_as_long_as_an_answer():
 
 @pytest.mark.parametrize("seconds", [0.0, 0.25, 1000.0])
 def test_no_wait_before_a_retry_is_longer_than_ten_seconds_however_many_there_were(seconds):
-    waits = [_drawn_wait(DispatchSettings(retry_wait_seconds=seconds), place) for place in (1, 2, 3, 40, 5000)]
+    waits = [drawn_wait(DispatchSettings(retry_wait_seconds=seconds), place) for place in (1, 2, 3, 40, 5000)]
     firsts = [max(seconds, 0.001) * factor for factor in (1, 2, 4)]
     for wait, longest in zip(waits, [*firsts, 10.0, 10.0], strict=True):
         assert min(longest, 10.0) / 2 <= wait <= min(longest, 10.0)
@@ -289,6 +290,24 @@ def test_an_abort_by_name_returns_what_is_there():
         got = asyncio.run(main())
         assert got.finish_reason == "abort"
         assert_sampled(got, PROMPT, len(got.token_ids), 3)
+
+
+def test_an_abort_that_overtakes_its_request_is_sent_again():
+    """The first finds nothing to end; without another one all 400 tokens would be sampled, for 4 s."""
+    with FakeServer(SLOW, [{"kind": "slow", "seconds": 0.3}]) as server:
+
+        async def main():
+            async with dispatching([server], retry_wait_seconds=0.05) as d:
+                task = asyncio.create_task(d.generate(PROMPT, SamplingParams(400, seed=3), "p#0"))
+                await until(lambda: d.pool.num_running == 1)
+                await d.abort("p#0")
+                return await task
+
+        got = asyncio.run(main())
+        assert got.finish_reason == "abort"
+        assert len(got.token_ids) < 300
+        assert server.state()["counts"]["/generate"] == 1
+        assert 1 < server.state()["calls"].count("/abort_request") < 20
 
 
 @pytest.mark.parametrize("aborts", [1, 2])
