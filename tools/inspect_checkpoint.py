@@ -71,7 +71,8 @@ def inspect(folder: Path, *, verify: bool) -> dict[str, Any]:
     assert name is not None
     manifest = read_manifest(folder / MANIFEST, int(name[1]))
     damage = list(_damaged(folder, manifest["files"])) if verify else []
-    found: dict[str, Any] = {"folder": str(folder), "checksums": "verified" if verify else "skipped", "damage": damage}
+    checked = "damaged" if damage else "verified" if verify else "skipped"
+    found: dict[str, Any] = {"folder": str(folder), "checksums": checked, "damage": damage}
     found |= {key: manifest[key] for key in ("format", "step", "model_id", "config_id")}
     found["files"] = {file: entry["bytes"] for file, entry in manifest["files"].items()}
     found["models"] = {}

@@ -60,7 +60,8 @@ def inspect_model(
             kinds[kind_of(rule.megatron_name)] += count
             dtypes[dtype] += count
             active += count * (used if rule.is_expert else 1)
-    checked = "none recorded" if place.manifest is None else "verified" if verify else "skipped"
+    held = "damaged" if damage else "verified" if verify else "skipped"
+    checked = "none recorded" if place.manifest is None else held
     found: dict[str, Any] = {
         "path": str(place.path),
         "form": place.form,

@@ -241,7 +241,9 @@ def test_damage_is_found_and_refused(shards, tmp_path, capsys):
     data[-3] ^= 1
     path.write_bytes(data)
     assert main(["convert", "inspect", str(shards)]) == 1
-    assert "rank_00001.safetensors does not match its SHA-256" in capsys.readouterr().out.replace("\n", "")
+    told = capsys.readouterr().out.replace("\n", "")
+    assert "rank_00001.safetensors does not match its SHA-256" in told
+    assert "checksums: damaged" in told
     assert main(["convert", "export", str(shards), str(tmp_path / "back")]) == 1
     assert "use another copy, or --skip-checksums" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()

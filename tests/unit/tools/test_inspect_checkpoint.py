@@ -101,7 +101,8 @@ def test_damage_is_found_and_nothing_of_it_is_read(run, capsys):
     assert TOOL.main([str(run), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["models"] == {}
-    assert found["damage"] == [f"{path} does not match its SHA-256 in the manifest: it is damaged"]
+    told = [f"{path} does not match its SHA-256 in the manifest: it is damaged"]
+    assert (found["checksums"], found["damage"]) == ("damaged", told)
     assert TOOL.main([str(run), "--skip-checksums"]) == 0
     assert "skipped" in capsys.readouterr().out
     assert TOOL.main([str(run / "checkpoints" / "step_000003")]) == 0
