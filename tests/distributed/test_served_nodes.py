@@ -133,12 +133,3 @@ def _launcher_of(pid: int) -> int:
         launchers.append(pid)
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return next(one for one in launchers if "torch.distributed.run" in Path(f"/proc/{one}/cmdline").read_text())
-
-
-def test_what_is_wrong_with_them_ends_both_nodes(tmp_path: Path) -> None:
-    given = [engine(tmp_path, python="/no/such/python"), "run.num_steps=2"]
-    port = free_port("127.0.0.1")
-    processes = [start(tmp_path, node, port, *given) for node in range(2)]
-    said = outputs(processes)
-    assert any("/no/such/python is no program" in text for text in said), said
-    assert all(process.returncode for process in processes)
