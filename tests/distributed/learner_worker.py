@@ -125,7 +125,8 @@ class Learner:
     def scored(self, step: int) -> tuple[StepBatch, Metrics]:
         """A step's batch, ready for the update."""
         constant = self.objective.constant_advantage or self.values is not None
-        made = samples(np.random.default_rng(step), self.case, constant=constant)
+        draw = [step, self.case["draw"]] if self.case.get("draw") else step
+        made = samples(np.random.default_rng(draw), self.case, constant=constant)
         batch = pack(self.policy, made, self.section, self.case, step)
         batch, metrics = self.learner.score(batch, self.objective.needs | self.credit.needs | {"old_logprobs"})
         batch, more = self.credit(batch, made, made)
