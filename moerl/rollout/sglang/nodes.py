@@ -255,15 +255,19 @@ class Fleet:
 
     def stop(self) -> None:
         """End all of them. Other nodes do so after what they are at, and are not waited for."""
-        for node in self._far:
-            node.order(STOP)
-        self._own.stop()
+        try:
+            for node in self._far:
+                node.order(STOP)
+        finally:  # the board may be gone
+            self._own.stop()
 
     def close(self) -> None:
         """End all of them for good."""
-        for node in self._far:
-            node.close()
-        self._own.close()
+        try:
+            for node in self._far:
+                node.close()
+        finally:
+            self._own.close()
 
 
 def node_address(head: str) -> str:

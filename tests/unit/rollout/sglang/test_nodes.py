@@ -188,6 +188,21 @@ def test_whoever_waits_for_another_node_is_told_of_the_end(made, monkeypatch):
     assert caught == ["the servers were closed; nothing is started any more"]
 
 
+@pytest.mark.parametrize("end", ["stop", "close"])
+def test_servers_of_this_node_end_though_the_others_cannot_be_told(made, monkeypatch, end):
+    nodes = made()
+    nodes.fleet.start()
+
+    def put(key, text):
+        raise RuntimeError("Connection reset by peer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nodes.board, "put", put)
+        with pytest.raises(RuntimeError, match="reset by peer"):
+            getattr(nodes.fleet, end)()
+    assert not nodes.alive(0)
+
+
 def test_servers_end_where_the_board_is_gone(made, caplog):
     nodes = made()
     nodes.fleet.start()
