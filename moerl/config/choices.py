@@ -14,6 +14,7 @@ from typing import Any
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "run.resume": ("auto", "required", "never"),
     "model.init": ("weights", "random"),
+    "parallel.context_cut": ("auto", "zigzag", "whole"),
     "parallel.dispatcher": ("alltoall", "allgather", "flex"),
     "precision.params": ("fp32", "bf16"),
     "precision.head": ("params", "fp32"),

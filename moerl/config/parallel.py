@@ -18,6 +18,10 @@ class ParallelSection:
     last_stage_layers: int | None = None
     """Likewise of the last stage, which also holds the output layer."""
     context: int = 1
+    context_cut: str = "auto"
+    """How the context axis cuts a pack: `zigzag`, every sequence in twice as many chunks as it has ranks; `whole`, each
+    sequence on one rank; or `auto`, sequences whole in packs that have fewer rows that way and more than 1 % filling in
+    the zigzag. TransformerEngine's layers know the zigzag alone."""
     expert: int = 1
     expert_tensor: int = 1
     dispatcher: str = "alltoall"

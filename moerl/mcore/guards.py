@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moerl.errors import ConfigError
 from moerl.mcore.latent_attention import LATENT_EPS
+from moerl.mcore.rows import WHOLE
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +152,19 @@ def refuse_silent_faults(config: TransformerConfig, *, use_te: bool) -> None:
     faults = [f"megatron settings: {guard.message}" for guard in GUARDS if guard.is_wrong(config, use_te)]
     if faults:
         raise ConfigError(*faults)
+
+
+def refuse_whole_sequences(context_cut: str, context_size: int, *, use_te: bool) -> None:
+    """TransformerEngine's rotation and core's cut every pack by the zigzag, whatever attention is told.
+
+    Raises:
+        ConfigError: `parallel.context_cut=whole` with a context axis and TransformerEngine's layers.
+    """
+    if use_te and context_size > 1 and context_cut == WHOLE:
+        raise ConfigError(
+            f"parallel.context_cut=whole with parallel.context={context_size}: TransformerEngine's layers take every "
+            "sequence in chunks; set it to auto (which is the zigzag there) or zigzag, or parallel.context=1"
+        )
 
 
 def warn_without_grouped_gemm(*, has_cuda: bool, has_te: bool, use_te: bool) -> None:

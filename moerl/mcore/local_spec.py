@@ -57,11 +57,12 @@ LIKE_PAIRS = 128 * 128
 
 def packed_layout(rows: RowPlan, *, use_te: bool) -> PackedLayout:
     """The layout of one micro-batch; made once per forward and shared by every layer."""
+    assert not (use_te and rows.is_whole) or rows.cut.context_size == 1, "TransformerEngine would cut again"
     bounds = rows.cu_seqlens.long()
     longest = int(bounds.diff().max())
     # Rows that lengthen a sequence are its last: no token sees them. So they count as part of it, and the bounds of
     # the padded sequences are the only ones (with others, TransformerEngine would give up flash attention).
-    padded: Any = rows.cu_seqlens if rows.cut.context_size > 1 else None
+    padded: Any = None if rows.is_whole else rows.cu_seqlens
     layout = PackedLayout(
         qkv_format="thd",
         cu_seqlens_q=rows.cu_seqlens,
@@ -76,20 +77,19 @@ def packed_layout(rows: RowPlan, *, use_te: bool) -> PackedLayout:
 
 
 def _with_maps(layout: PackedLayout, rows: RowPlan, bounds: Tensor) -> PackedLayout:
-    cut = rows.cut
     # Megatron's rotation cuts the pack where these bounds say; `PackedRotaryEmbedding` gives every row its own angle,
     # so one cut is enough (TransformerEngine's fused rotation has no such angles and needs the true bounds).
     whole = rows.cu_seqlens.new_tensor([0, rows.num_rows])
-    own = bounds // cut.context_size
-    longest = layout.max_seqlen_q // cut.context_size
+    parts = 1 if rows.is_whole else rows.cut.context_size
+    own, longest = bounds // parts, layout.max_seqlen_q // parts
     spread = collect = spread_keys = visible = None
     groups = None
-    if layout.num_seqs * longest != len(rows.token) and cut.context_size == 1:
+    if layout.num_seqs * longest != len(rows.token) and rows.is_whole:
         groups, collect = _groups(own)
     elif layout.num_seqs * longest != len(rows.token):
         spread = _padded_places(own, longest)
         collect = rows.sequence * longest + torch.arange(len(rows.token), device=own.device) - own[rows.sequence]
-    if cut.context_size > 1:
+    if not rows.is_whole:
         spread_keys = rows.row_of_place[_padded_places(bounds, layout.max_seqlen_q)]
         asking = rows.position if spread is None else rows.position[spread]
         keys = torch.arange(layout.max_seqlen_q, device=own.device)
@@ -160,7 +160,7 @@ def _angles(rows: RowPlan) -> Tensor:
 class PackedAttention(MegatronModule):
     """Causal self-attention over packed sequences, by torch's scaled_dot_product_attention.
 
-    Under context parallelism each rank asks with its own rows and gathers everyone's keys and values.
+    Where the context axis cuts sequences, each rank asks with its own rows and gathers everyone's keys and values.
     """
 
     def __init__(

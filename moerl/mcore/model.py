@@ -22,7 +22,7 @@ from moerl.config.stages import StageSplit
 from moerl.errors import CheckpointError, ConfigError
 from moerl.mcore.block_spec import block_spec
 from moerl.mcore.gpu import has_transformer_engine, uses_transformer_engine
-from moerl.mcore.guards import refuse_silent_faults, warn_without_grouped_gemm
+from moerl.mcore.guards import refuse_silent_faults, refuse_whole_sequences, warn_without_grouped_gemm
 from moerl.mcore.local_spec import PackedAngles, PackedRotaryEmbedding, packed_layout
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import RouteController
@@ -119,7 +119,7 @@ def transformer_config(
             "the model family asks for layers of multi-token prediction; no objective trains them, and their routers "
             "would neither replay nor be observed, so a family must leave them out"
         )
-    _refuse_expert_axes(source, parallel)
+    _refuse_axes(source, parallel, dtype)
     fields["activation_func"] = _activation(fields["activation_func"])
     fields.update(_recompute(precision.recompute), **stage_layers(parallel.split, fields["num_layers"]))
     fields.update(_implementation(source, fused=(use_te := uses_transformer_engine(dtype))))
@@ -157,7 +157,8 @@ def transformer_config(
     return config
 
 
-def _refuse_expert_axes(source: ModelSource, parallel: ParallelState) -> None:
+def _refuse_axes(source: ModelSource, parallel: ParallelState, dtype: torch.dtype) -> None:
+    refuse_whole_sequences(parallel.context_cut, parallel.cp.size, use_te=uses_transformer_engine(dtype))
     if not source.moe_layers and parallel.ep.size * parallel.etp.size > 1:
         raise ConfigError(
             f"parallel.expert is {parallel.ep.size} and parallel.expert_tensor {parallel.etp.size}, but "

@@ -22,7 +22,7 @@ from moerl.config.schema import ParallelSection
 from moerl.config.stages import StageSplit
 from moerl.errors import ConfigError
 from moerl.mcore.gpu import keep_float32_exact, keep_groups_apart, own_device, queue_in_order
-from moerl.mcore.rows import RowCut
+from moerl.mcore.rows import AUTO, RowCut
 from moerl.mcore.wire import gather_json
 
 
@@ -63,6 +63,8 @@ class ParallelState:
     """How tokens reach their experts, in megatron's words."""
     overlaps_grad_reduce: bool = False
     """Whether gradients are reduced while the backward still runs."""
+    context_cut: str = AUTO
+    """How the context axis cuts a pack: `parallel.context_cut`."""
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
 
@@ -95,7 +97,9 @@ class ParallelState:
     @property
     def row_cut(self) -> RowCut:
         """How the rows of a pack are cut for this rank."""
-        return RowCut(self.cp.rank, self.cp.size, self.tp.size if self.is_sequence_parallel else 1)
+        return RowCut(
+            self.cp.rank, self.cp.size, self.tp.size if self.is_sequence_parallel else 1, context_cut=self.context_cut
+        )
 
     def router_rows(self, num_rows: int) -> slice:
         """Which of this context rank's rows its routers see: all, or this rank's slice under sequence parallelism."""
@@ -258,6 +262,7 @@ def _describe(section: ParallelSection, world: int) -> ParallelState:
         rank=dist.get_rank(),
         dispatcher=section.dispatcher,
         overlaps_grad_reduce=section.overlap_grad_reduce,
+        context_cut=section.context_cut,
         first_stage_layers=section.first_stage_layers,
         last_stage_layers=section.last_stage_layers,
     )

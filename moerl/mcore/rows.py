@@ -1,16 +1,19 @@
-"""Which token every row of a forward carries: rows that fill up, the zigzag over the context axis, and the way back.
+"""Which token every row of a forward carries: rows that fill up, the cut over the context axis, and the way back.
 
-Under context parallelism each sequence is lengthened to a multiple of 2 * context and cut into as many chunks; rank r
-takes chunks r and 2 * context - 1 - r, so that causal attention costs every rank the same (megatron's and
-TransformerEngine's convention). Under sequence parallelism the tensor axis cuts each rank's rows into equal parts once
-more. Rows without a token exist inside one forward only.
+Under context parallelism a pack is cut in one of two ways. The zigzag lengthens each sequence to a multiple of
+2 * context and cuts it into as many chunks; rank r takes chunks r and 2 * context - 1 - r, so that causal attention
+costs every rank the same (megatron's and TransformerEngine's convention). It suits long sequences; of short ones it
+adds many rows. Or sequences stay whole, and each lies on one rank. Under sequence parallelism the tensor axis cuts each
+rank's rows into equal parts once more. Rows without a token exist inside one forward only.
 
 "Context order" is the order of a gather over the context axis: the rows of rank 0, then those of rank 1, and so on.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +29,12 @@ Routes = tuple[Tensor | None, Tensor | None]
 NONE = -1
 """The token of a row that carries none."""
 
+ZIGZAG, WHOLE, AUTO = "zigzag", "whole", "auto"
+"""Cuts over the context axis; `AUTO`: the zigzag, or whole sequences where they fill up with fewer rows, and the zigzag
+with more than `FILLED` of its tokens."""
+FILLED = 0.01
+"""Below it the zigzag, which divides the work of attention evenly, is worth its rows."""
+
 
 class RowCut(NamedTuple):
     """How a layout cuts the rows of a pack."""
@@ -34,18 +43,23 @@ class RowCut(NamedTuple):
     context_size: int = 1
     tensor_size: int = 1
     """1 without sequence parallelism."""
+    context_cut: str = ZIGZAG
+    """`ZIGZAG`, `WHOLE` or `AUTO`."""
 
     @property
     def sequence_multiple(self) -> int:
-        """Of every sequence's length."""
+        """Of every sequence's length in the zigzag."""
         return 2 * self.context_size if self.context_size > 1 else 1
 
     @property
+    def rank_multiple(self) -> int:
+        """Of the rows of a rank: the tensor axis cuts them, and megatron's rotation halves them over a context axis."""
+        return self.tensor_size if self.context_size == 1 else math.lcm(2, self.tensor_size)
+
+    @property
     def pack_multiple(self) -> int:
-        """Of the length of a pack: every rank has equally many rows, and under context parallelism an even number."""
-        if self.context_size == 1:
-            return self.tensor_size
-        return self.context_size * math.lcm(2, self.tensor_size)
+        """Of the rows of a pack: every rank has equally many."""
+        return self.context_size * self.rank_multiple
 
 
 @dataclass(frozen=True)
@@ -53,8 +67,11 @@ class RowPlan:
     """The rows of one pack: m of this context rank, all_rows over the context axis."""
 
     cut: RowCut
+    is_whole: bool
+    """Whether each sequence lies on one rank of the context axis."""
     cu_seqlens: Tensor
-    """[n + 1] int32, in rows over the context axis; with one sequence more where the pack itself is filled up."""
+    """[n + 1] int32: in rows of this rank where sequences are whole, of the context axis where all ranks have a part of
+    each. With one sequence more where the rank or the pack is filled up."""
     token: Tensor
     """[m] int64: the token of each row, `NONE` for a row that fills up."""
     turn: Tensor
@@ -129,12 +146,16 @@ class RowPlan:
 def plan_rows(cu_seqlens: Tensor, cut: RowCut) -> RowPlan:
     """The rows of a pack with bounds `cu_seqlens` [n + 1], as seen from the rank of `cut`.
 
-    A pack without a sequence (a filler) has as few rows as the layout can cut, none of which carries a token.
+    A pack without a sequence (a filler) has as few rows as the layout can cut, none of which carries a token. Ranks of
+    the context axis, which see the same bounds, cut alike.
     """
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
     padded = (lengths + cut.sequence_multiple - 1) // cut.sequence_multiple * cut.sequence_multiple
     rest = -int(padded.sum()) % cut.pack_multiple if len(lengths) else cut.pack_multiple
+    dealt = _dealt(lengths.tolist(), cut, int(padded.sum()) + rest)
+    if dealt is not None:
+        return _whole_rows(cu_seqlens, dealt, cut)
     if rest:
         lengths, padded = F.pad(lengths, (0, 1)), F.pad(padded, (0, 1), value=rest)
     starts = F.pad(padded.cumsum(0), (1, 0))
@@ -142,7 +163,6 @@ def plan_rows(cu_seqlens: Tensor, cut: RowCut) -> RowPlan:
     places = torch.arange(len(sequence), device=bounds.device)
     position = places - starts[sequence]
     token = torch.where(position < lengths[sequence], bounds[sequence] + position, NONE)
-    turn = (token == NONE).cumsum(0) - 1
     order = row_of_place = places
     if cut.context_size > 1:
         chunk = position // (padded // cut.sequence_multiple)[sequence]
@@ -153,14 +173,75 @@ def plan_rows(cu_seqlens: Tensor, cut: RowCut) -> RowPlan:
     mine = order[cut.context_rank * share : (cut.context_rank + 1) * share]
     return RowPlan(
         cut=cut,
+        is_whole=cut.context_size == 1,
         cu_seqlens=starts.to(cu_seqlens.dtype),
         token=token[mine],
-        turn=turn[mine],
+        turn=_turns(token)[mine],
         position=position[mine],
         sequence=sequence[mine],
         row_of_place=row_of_place,
         row_of_token=row_of_place[token != NONE],
     )
+
+
+def _dealt(lengths: Sequence[int], cut: RowCut, zigzag_rows: int) -> list[list[int]] | None:
+    """The sequences of each rank of the context axis, where they stay whole: the longest first, each to the rank with
+    the fewest tokens so far. None: the zigzag.
+    """
+    if cut.context_size == 1 or cut.context_cut == ZIGZAG:
+        return None
+    if cut.context_cut == AUTO and zigzag_rows <= (1 + FILLED) * sum(lengths):
+        return None
+    ranks: list[list[int]] = [[] for _ in range(cut.context_size)]
+    loads = [(0, rank) for rank in range(cut.context_size)]
+    for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, rank = loads[0]
+        ranks[rank].append(sequence)
+        heapq.heapreplace(loads, (load + lengths[sequence], rank))
+    rows = cut.context_size * _share(max(loads)[0], cut)
+    return None if cut.context_cut == AUTO and rows >= zigzag_rows else ranks
+
+
+def _share(load: int, cut: RowCut) -> int:
+    """Rows of each rank, where the one with the most tokens has `load`."""
+    return max(1, -(-load // cut.rank_multiple)) * cut.rank_multiple
+
+
+def _whole_rows(cu_seqlens: Tensor, dealt: Sequence[Sequence[int]], cut: RowCut) -> RowPlan:
+    """The rows of a pack whose sequences lie whole on the ranks that `dealt` says."""
+    bounds = cu_seqlens.long()
+    device, lengths = bounds.device, bounds.diff().tolist()
+    share = _share(max(sum(lengths[i] for i in own) for own in dealt), cut)
+    first, long, owners = [], [], []
+    for rank, own in enumerate(dealt):
+        rest = share - sum(lengths[i] for i in own)
+        first += [int(bounds[i]) for i in own] + [NONE] * (rest > 0)
+        long += [lengths[i] for i in own] + [rest] * (rest > 0)
+        owners += [rank] * (len(own) + (rest > 0))
+    sizes = torch.tensor(long, device=device)
+    sequence = torch.repeat_interleave(torch.arange(len(long), device=device), sizes)
+    places = torch.arange(len(sequence), device=device)
+    position = places - F.pad(sizes.cumsum(0), (1, 0))[sequence]
+    start = torch.tensor(first, device=device)[sequence]
+    token = torch.where(start == NONE, NONE, start + position)
+    live = token != NONE
+    is_own = torch.tensor(owners, device=device) == cut.context_rank
+    mine = slice(cut.context_rank * share, (cut.context_rank + 1) * share)
+    return RowPlan(
+        cut=cut,
+        is_whole=True,
+        cu_seqlens=F.pad(sizes[is_own].cumsum(0), (1, 0)).to(cu_seqlens.dtype),
+        token=token[mine],
+        turn=_turns(token)[mine],
+        position=position[mine],
+        sequence=sequence[mine] - sequence[mine][0],
+        row_of_place=places,
+        row_of_token=torch.empty_like(token[live]).scatter_(0, token[live], places[live]),
+    )
+
+
+def _turns(token: Tensor) -> Tensor:
+    return (token == NONE).cumsum(0) - 1
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from moerl.errors import DataError
+from moerl.mcore.gpu import uses_transformer_engine
 from moerl.mcore.model import score_tokens, unwrap
 from moerl.mcore.parallel import ParallelState
 from moerl.mcore.router_replay import Keep, nothing_seen
-from moerl.mcore.rows import Routes, plan_rows
+from moerl.mcore.rows import ZIGZAG, Routes, plan_rows
 from moerl.mcore.stages import StageExchange
 from moerl.metrics import Mean, Metrics
 from moerl.models.flops import BACKWARD, forward_flops
@@ -89,7 +90,10 @@ class _Pass:
         index = next(iterator)
         batch = self.micro_batches[index]
         model = unwrap(module)
-        rows = plan_rows(batch.cu_seqlens, self.parallel.row_cut)
+        cut = self.parallel.row_cut
+        if uses_transformer_engine(model.config.params_dtype):  # its attention and core's rotation know no other
+            cut = cut._replace(context_cut=ZIGZAG)
+        rows = plan_rows(batch.cu_seqlens, cut)
         self.padding[index] = Mean(float(rows.num_rows - rows.num_tokens), float(rows.num_rows))
         rearm = model.routes.begin(rows, *self.replay(batch), observe=self.keep is not None)
         output = score_tokens(module, batch, rows)

@@ -21,12 +21,12 @@ LIMIT_SECONDS = 900
 TOLERANCE = 2e-5
 """Of `1 + |value|`; of a tensor's largest entry for gradients; absolute for weights."""
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     **LAYOUTS,
     "dp2": {},
     "ep2": {"expert": 2},
     "vpp2": {"pipeline": 2, "virtual_pipeline": 2},
-    "cp2_dp2_overlap": {"context": 2, "overlap_grad_reduce": True},
+    "cp2_dp2_overlap": {"context": 2, "context_cut": "whole", "overlap_grad_reduce": True},
     "pp2_ep2_dp2_overlap": {"pipeline": 2, "expert": 2, "overlap_grad_reduce": True},
 }
 

@@ -17,6 +17,7 @@ import tiny_models
 from layout_cases import (
     AUX,
     EVEN,
+    EVERY_LAYOUT,
     FACTORS,
     LAYOUTS,
     METHODS,
@@ -31,8 +32,10 @@ from layout_cases import (
     pairwise_cases,
     quick_cases,
 )
-from random_samples import LENGTHS
+from random_samples import LENGTHS, PROMPT
 from ranks import run_worker
+
+from moerl.data.packing import plan_packing
 
 WORKER = Path(__file__).with_name("learner_worker.py")
 LIMIT_SECONDS = 1800
@@ -84,7 +87,7 @@ def run_all(runs: Sequence[tuple[Case, str]], folder: Path, limit: float) -> Pat
 
     layouts = [
         {"name": name, "sizes": sizes, "cases": told([run for run in runs if run[0].layout == name])}
-        for name, sizes in LAYOUTS.items()
+        for name, sizes in EVERY_LAYOUT.items()
     ]
     alone = {"name": "alone", "sizes": {}, "cases": told(runs)}
     run_worker(WORKER, {"layouts": [alone]}, folder, 1, limit_seconds=limit)
@@ -171,13 +174,41 @@ def test_metrics_of_three_steps_are_those_of_one_process(outcome):
         assert max(abs(step["route_update/gamma_mean"] - 1) for step in together) > 1e-3, "a factor that does something"
 
 
+def rows_of(lengths: Sequence[int], ranks: int, cut: str) -> int:
+    """Of a pack."""
+    if cut == "zigzag":
+        return sum(-(-length // (2 * ranks)) * 2 * ranks for length in lengths)
+    loads = [0] * ranks
+    for length in sorted(lengths, reverse=True):
+        loads[loads.index(min(loads))] += length
+    return ranks * 2 * -(-max(loads) // 2)
+
+
+def packs_of(step: int) -> list[list[int]]:
+    """The lengths of each micro-batch of a step on one data rank, as the worker asks for them."""
+    groups = [i // 2 for i in range(len(LENGTHS))]
+    plan = plan_packing(
+        LENGTHS,
+        groups,
+        [length - PROMPT for length in LENGTHS],
+        dp_size=1,
+        num_minibatches=2,
+        num_epochs=1,
+        max_tokens_per_microbatch=60,
+        seed=step,
+    )
+    return [[LENGTHS[i] for i in micro] for ranks in plan.assignment for micro in ranks[0]]
+
+
 @pytest.mark.parametrize("layout", [name for name, sizes in LAYOUTS.items() if "context" in sizes])
 def test_padding_is_the_share_of_rows_that_the_context_axis_adds(quick, layout):
-    """It cuts every sequence into twice as many equal parts as it has ranks; packs then need no more rows."""
-    multiple = 2 * LAYOUTS[layout]["context"]
-    rows = sum(-(-length // multiple) * multiple for length in LENGTHS)
+    """The zigzag cuts every sequence into twice as many equal parts as it has ranks, and packs then need no more rows;
+    of whole sequences every rank has as many rows as the one with the most tokens."""
+    sizes = LAYOUTS[layout]
     for name in {name_of(*run) for run in QUICK if run[0].layout == layout}:
-        for step in read(quick, layout, name)[0]:
+        for number, step in enumerate(read(quick, layout, name)[0]):
+            packs = [LENGTHS] if sizes["context_cut"] == "zigzag" else packs_of(number)
+            rows = sum(rows_of(pack, sizes["context"], sizes["context_cut"]) for pack in packs)
             assert step["data/padding_fraction"] == pytest.approx(1 - sum(LENGTHS) / rows), name
         assert {step["data/padding_fraction"] for step in read(quick, "alone", name)[0]} == {0}
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tiny_models
 
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4": {},
     "ep4": {"expert": 4},
     "tp2_ep2_dp2": {"tensor": 2, "expert": 2},
@@ -15,13 +15,21 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2_pp2": {"tensor": 2, "pipeline": 2},
     "tp2_ep2_pp2": {"tensor": 2, "expert": 2, "pipeline": 2},
     "pp2_vpp2_dp2": {"pipeline": 2, "virtual_pipeline": 2},
-    "cp2_dp2": {"context": 2},
-    "cp4_ep2": {"context": 4, "expert": 2},
-    "cp2_tp2_ep2": {"context": 2, "tensor": 2, "expert": 2},
-    "cp2_pp2": {"context": 2, "pipeline": 2},
+    "cp2_dp2": {"context": 2, "context_cut": "zigzag"},
+    "cp4_ep2": {"context": 4, "expert": 2, "context_cut": "whole"},
+    "cp2_tp2_ep2": {"context": 2, "tensor": 2, "expert": 2, "context_cut": "zigzag"},
+    "cp2_pp2": {"context": 2, "pipeline": 2, "context_cut": "whole"},
     "etp2_ep2": {"expert": 2, "expert_tensor": 2},
     "tp2_etp2_dp2": {"tensor": 2, "expert_tensor": 2},
 }
+OTHER_CUT = {
+    f"{name}_{other}": {**sizes, "context_cut": other}
+    for name, sizes in LAYOUTS.items()
+    for other in ("zigzag", "whole")
+    if "context" in sizes and sizes["context_cut"] != other
+}
+"""Each layout with a context axis again, its packs cut the other way."""
+EVERY_LAYOUT = {**LAYOUTS, **OTHER_CUT}
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "gspo": {},
@@ -52,7 +60,7 @@ class Case(NamedTuple):
     router: str
 
 
-FACTORS = (tuple(LAYOUTS), tuple(METHODS), ROUTINGS, ROUTERS)
+FACTORS = (tuple(EVERY_LAYOUT), tuple(METHODS), ROUTINGS, ROUTERS)
 
 
 def quick_cases() -> list[Case]:
@@ -78,7 +86,7 @@ def pairwise_cases() -> list[Case]:
         best = max(every, key=lambda case: len(missing & pairs_of(case)))
         chosen.append(best)
         missing -= pairs_of(best)
-    return sorted(chosen, key=lambda case: (list(LAYOUTS).index(case.layout), case))
+    return sorted(chosen, key=lambda case: (list(EVERY_LAYOUT).index(case.layout), case))
 
 
 def pairs_of(case: Case) -> frozenset[tuple[tuple[str, str], ...]]:

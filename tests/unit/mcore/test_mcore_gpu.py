@@ -96,6 +96,18 @@ def test_one_layout_is_asked_for_where_transformer_engine_trains(kit, tiny_folde
     assert set(seen) == {True}
 
 
+@pytest.mark.parametrize(("use_te", "cut"), [(True, "zigzag"), (False, "auto")])
+def test_sequences_stay_whole_only_where_transformer_engine_does_not_train(kit, tiny_folder, monkeypatch, use_te, cut):
+    """Its attention and core's rotation cut every pack by the zigzag."""
+    from moerl.mcore import step
+
+    policy, asked, plain = kit.make_policy(tiny_folder), [], step.plan_rows
+    monkeypatch.setattr(step, "uses_transformer_engine", lambda dtype: use_te)
+    monkeypatch.setattr(step, "plan_rows", lambda bounds, cut: (asked.append(cut.context_cut), plain(bounds, cut))[1])
+    policy.gradients([kit.make_micro([5, 7])], kit.Nll())
+    assert set(asked) == {cut}
+
+
 @pytest.mark.parametrize("params", ["fp32", "bf16"])
 def test_routers_of_float32_never_ask_transformer_engine_for_a_product(kit, tiny_folder, monkeypatch, params):
     """Megatron takes its product wherever TransformerEngine is installed, whatever the layers are; the folder's routers

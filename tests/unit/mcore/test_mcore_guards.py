@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import tiny_models
@@ -190,6 +191,38 @@ def test_settings_of_a_run_tell_of_experts_without_grouped_products(
             room.read_source(section), section=section, precision=PrecisionSection(), parallel=layout
         )
     assert ("TransformerEngine is not installed: experts run one after the other" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("cut", "context", "use_te", "is_refused"),
+    [
+        ("whole", 2, True, True),
+        ("whole", 2, False, False),
+        ("whole", 1, True, False),
+        ("auto", 2, True, False),
+        ("zigzag", 2, True, False),
+    ],
+)
+def test_whole_sequences_are_refused_where_transformer_engine_would_cut_them(cut, context, use_te, is_refused):
+    from moerl.mcore.guards import refuse_whole_sequences
+
+    expected = nullcontext()
+    if is_refused:
+        expected = pytest.raises(ConfigError, match=r"context_cut=whole with parallel\.context=2: .*set it to auto")
+    with expected:
+        refuse_whole_sequences(cut, context, use_te=use_te)
+
+
+def test_the_cut_that_a_run_asks_for_is_held_to_its_layers(tiny_folder, monkeypatch):
+    from moerl.mcore import model as room
+    from moerl.mcore.parallel import initialize_parallel
+
+    asked = []
+    monkeypatch.setattr(room, "refuse_whole_sequences", lambda *args, use_te: asked.append((*args, use_te)))
+    section = ModelSection(path=str(tiny_folder))
+    layout = initialize_parallel(ParallelSection(context_cut="whole"), 0)
+    room.transformer_config(room.read_source(section), section=section, precision=PrecisionSection(), parallel=layout)
+    assert asked == [("whole", 1, False)]
 
 
 def test_local_layers_run_experts_one_after_the_other(kit, tiny_folder):

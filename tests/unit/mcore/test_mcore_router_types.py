@@ -80,7 +80,10 @@ def test_a_step_moves_them_in_float32_and_a_checkpoint_has_them(kit, mixed, tmp_
     more = kit.make_step([kit.make_micro([8, 3, 12], seed=1, vocab=54)])
     policy.update(more, kit.Nll())
     again.update(more, kit.Nll())
-    assert_same(exported(again), exported(policy))
+    found = exported(again)
+    for name, tensor in exported(policy).items():  # the two optimizers cut their loops elsewhere, and round by that
+        step = 2**-7 if tensor.dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(found[name], tensor, rtol=step, atol=1e-8, msg=name)
     export_checkpoint(find(tmp_path / "run"), tmp_path / "hf", Options(dtype=torch.bfloat16))
     written = load_file(tmp_path / "hf" / "model.safetensors")
     assert {name: t.dtype for name, t in written.items()} == {name: t.dtype for name, t in stored.items()}

@@ -1,8 +1,9 @@
-"""Laws of the cut of a pack into rows, for any lengths and sizes; megatron's rotation as the judge of the zigzag."""
+"""Laws of the cut of a pack into rows, for any lengths, sizes and cuts; megatron's rotation as the judge of places."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from moerl.data.batch import filler
 from moerl.data.packing import plan_packing
 from moerl.mcore.local_spec import packed_layout
 from moerl.mcore.model import score_tokens, unwrap
-from moerl.mcore.rows import NONE, RowCut, plan_rows, predictions
+from moerl.mcore.rows import AUTO, FILLED, NONE, WHOLE, ZIGZAG, RowCut, plan_rows, predictions
 from moerl.types import PackedSupport
 
 rope_utils = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
@@ -22,14 +23,15 @@ rope_utils = importlib.import_module("megatron.core.models.common.embeddings.rop
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 CONTEXT = st.sampled_from([1, 2, 3, 4])
 TENSOR = st.sampled_from([1, 2, 3, 4])
+CUT = st.sampled_from([ZIGZAG, WHOLE, AUTO])
 
 
 def bounds(lengths):
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
 
-def every_rank(lengths, context, tensor):
-    return [plan_rows(bounds(lengths), RowCut(rank, context, tensor)) for rank in range(context)]
+def every_rank(lengths, context, tensor, context_cut=ZIGZAG):
+    return [plan_rows(bounds(lengths), RowCut(rank, context, tensor, context_cut)) for rank in range(context)]
 
 
 def megatrons_positions(rank, context, num_rows, angles):
@@ -38,9 +40,9 @@ def megatrons_positions(rank, context, num_rows, angles):
 
 
 @settings(max_examples=200, deadline=None)
-@given(LENGTHS, CONTEXT, TENSOR)
-def test_every_token_is_on_one_rank_and_finds_its_way_back(lengths, context, tensor):
-    ranks = every_rank(lengths, context, tensor)
+@given(LENGTHS, CONTEXT, TENSOR, CUT)
+def test_every_token_is_on_one_rank_and_finds_its_way_back(lengths, context, tensor, context_cut):
+    ranks = every_rank(lengths, context, tensor, context_cut)
     total = sum(lengths)
     values = torch.rand(total, 3)
     together = torch.cat([plan.carry(values) for plan in ranks])
@@ -51,20 +53,73 @@ def test_every_token_is_on_one_rank_and_finds_its_way_back(lengths, context, ten
     assert len(sizes) == 1
     assert sizes.pop() % tensor == 0
     assert len(tokens) == ranks[0].num_rows
-    assert ranks[0].num_rows - total < len(lengths) * ranks[0].cut.sequence_multiple + ranks[0].cut.pack_multiple
+    assert len({plan.is_whole for plan in ranks}) == 1
+    if context_cut != WHOLE:
+        assert ranks[0].num_rows - total < len(lengths) * ranks[0].cut.sequence_multiple + ranks[0].cut.pack_multiple
+    assert sorted(torch.cat([plan.turn[plan.is_filler] for plan in ranks]).tolist()) == list(range(len(tokens) - total))
 
 
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, CONTEXT, TENSOR)
+def test_whole_sequences_lie_on_one_rank_each_in_order(lengths, context, tensor):
+    starts = bounds(lengths).tolist()
+    found, loads = [], []
+    for plan in every_rank(lengths, context, tensor, WHOLE):
+        assert plan.is_whole
+        cuts = plan.cu_seqlens.tolist()
+        assert cuts[-1] == len(plan.token)
+        assert torch.equal(plan.sequence, torch.repeat_interleave(torch.arange(len(cuts) - 1), plan.cu_seqlens.diff()))
+        pieces = [plan.token[first:last].tolist() for first, last in itertools.pairwise(cuts)]
+        for piece, (first, last) in zip(pieces, itertools.pairwise(cuts), strict=True):
+            assert plan.position[first:last].tolist() == list(range(last - first))
+            if NONE in piece:
+                assert set(piece) == {NONE}
+            else:
+                found.append(piece)
+        loads.append(sum(len(piece) for piece in pieces if NONE not in piece))
+    expected = [list(range(first, last)) for first, last in itertools.pairwise(starts)]
+    assert sorted(found) == expected
+    assert max(loads) - min(loads) <= max(lengths), "the longest go first, each to the rank with the fewest tokens"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=40), st.sampled_from([2, 3, 4, 8]), TENSOR)
+def test_short_sequences_stay_whole_where_that_saves_rows(lengths, context, tensor):
+    zigzag, whole, chosen = (every_rank(lengths, context, tensor, cut)[0] for cut in (ZIGZAG, WHOLE, AUTO))
+    assert not zigzag.is_whole
+    saves = whole.num_rows < zigzag.num_rows > (1 + FILLED) * sum(lengths)
+    assert chosen.is_whole == saves
+    assert torch.equal(chosen.token, (whole if saves else zigzag).token)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "stays_whole"),
+    [
+        ([4096] * 2, False),
+        ([4095] * 2, False),
+        ([9, 9], True),
+        ([9, 40], False),
+        ([1], False),
+        ([30] * 8 + [31] * 8, True),
+    ],
+)
+def test_which_packs_keep_their_sequences_whole(lengths, stays_whole):
+    """Long ones are cut, though they fit; so are short ones that no deal balances."""
+    assert every_rank(lengths, 2, 1, AUTO)[0].is_whole == stays_whole
+
+
+@pytest.mark.parametrize("context_cut", [ZIGZAG, WHOLE, AUTO])
 @pytest.mark.parametrize("context", [1, 2, 3, 4])
 @pytest.mark.parametrize("tensor", [1, 2, 3, 4])
-def test_a_filler_has_rows_for_every_rank_and_no_token(context, tensor):
+def test_a_filler_has_rows_for_every_rank_and_no_token(context, tensor, context_cut):
     batch = filler("cpu")
-    ranks = [plan_rows(batch.cu_seqlens, RowCut(rank, context, tensor)) for rank in range(context)]
+    ranks = [plan_rows(batch.cu_seqlens, RowCut(rank, context, tensor, context_cut)) for rank in range(context)]
     for plan in ranks:
         assert plan.num_tokens == 0
         assert plan.num_rows == max(plan.cut.pack_multiple, 1) == context * len(plan.token)
         assert len(plan.token) % tensor == 0
         assert bool(plan.is_filler.all())
-        assert plan.cu_seqlens.tolist() == [0, plan.num_rows]
+        assert plan.cu_seqlens.tolist() == [0, len(plan.token) if plan.is_whole else plan.num_rows]
         asked = predictions(batch, plan)
         assert len(asked.targets) == len(asked.temperature) == len(plan.token)
         assert bool((asked.temperature == 1).all())
@@ -104,9 +159,9 @@ def test_causal_attention_costs_every_rank_the_same(lengths, context, tensor):
 
 
 @settings(max_examples=100, deadline=None)
-@given(LENGTHS, CONTEXT, TENSOR)
-def test_megatron_rotates_every_row_by_its_position(lengths, context, tensor):
-    for rank, plan in enumerate(every_rank(lengths, context, tensor)):
+@given(LENGTHS, CONTEXT, TENSOR, CUT)
+def test_megatron_rotates_every_row_by_its_position(lengths, context, tensor, context_cut):
+    for rank, plan in enumerate(every_rank(lengths, context, tensor, context_cut)):
         layout = packed_layout(plan, use_te=False)
         assert layout.cu_seqlens_q_padded.tolist() == [0, plan.num_rows]
         assert layout.angles is not None
@@ -132,13 +187,13 @@ def test_transformer_engine_is_given_bounds_that_every_chunk_divides(lengths, co
 
 
 @settings(max_examples=100, deadline=None)
-@given(LENGTHS, CONTEXT, TENSOR)
-def test_rows_without_a_token_take_the_experts_in_turn(lengths, context, tensor):
+@given(LENGTHS, CONTEXT, TENSOR, CUT)
+def test_rows_without_a_token_take_the_experts_in_turn(lengths, context, tensor, context_cut):
     experts, topk, layers = 5, 2, 3
     total = sum(lengths)
     routes = torch.randint(0, experts, (total, layers, topk))
     has_route = torch.rand(total) < 0.5
-    ranks = every_rank(lengths, context, tensor)
+    ranks = every_rank(lengths, context, tensor, context_cut)
     parts = [plan.replayed(routes, has_route, experts) for plan in ranks]
     together = torch.cat([carried for carried, _ in parts])
     assert torch.equal(ranks[0].by_token(together), routes)
@@ -149,8 +204,9 @@ def test_rows_without_a_token_take_the_experts_in_turn(lengths, context, tensor)
     assert int(counts.max() - counts.min()) <= 1
 
 
+@pytest.mark.parametrize("context_cut", [ZIGZAG, WHOLE])
 @pytest.mark.parametrize(("context", "tensor"), [(1, 1), (1, 4), (2, 1), (2, 2), (3, 2), (4, 1)])
-def test_what_a_row_predicts_is_the_token_after_its_own(kit, context, tensor):
+def test_what_a_row_predicts_is_the_token_after_its_own(kit, context, tensor, context_cut):
     """Labels are looked up in the whole pack: at the border of a chunk the next token is on another rank."""
     lengths = [7, 1, 12, 5, 2]
     micro = kit.make_micro(lengths)
@@ -159,7 +215,7 @@ def test_what_a_row_predicts_is_the_token_after_its_own(kit, context, tensor):
     object.__setattr__(micro, "support", PackedSupport(ids, torch.cat([torch.zeros(1).long(), counts.cumsum(0)])))
     object.__setattr__(micro, "temperature", 1 + torch.rand(micro.num_tokens))
     object.__setattr__(micro, "rollout_top_ids", torch.arange(2 * micro.num_tokens).view(-1, 2))
-    ranks = every_rank(lengths, context, tensor)
+    ranks = every_rank(lengths, context, tensor, context_cut)
     made = [predictions(micro, plan) for plan in ranks]
     plan, follows = ranks[0], (micro.position_ids > 0)[:, None]
 
@@ -219,6 +275,12 @@ def spread(kind, count=256):
         ("demo", 256, RowCut(0, 1, 2), 0.004),
         ("demo", 4096, RowCut(0, 2, 1), 0.06),
         ("demo", 4096, RowCut(0, 2, 2), 0.06),
+        ("demo", 16384, RowCut(0, 2, 1, AUTO), 0.005),
+        ("demo", 4096, RowCut(0, 2, 1, AUTO), 0.005),
+        ("demo", 4096, RowCut(0, 2, 2, AUTO), 0.005),
+        ("demo", 4096, RowCut(0, 4, 1, AUTO), 0.02),
+        ("demo", 1024, RowCut(0, 2, 1, AUTO), 0.02),
+        ("long", 16384, RowCut(0, 2, 2, AUTO), 0.002),
         ("long", 16384, RowCut(0, 1, 8), 0.001),
         ("long", 16384, RowCut(0, 2, 2), 0.002),
         ("long", 16384, RowCut(0, 4, 2), 0.004),
