@@ -12,6 +12,7 @@ rank's rows into equal parts once more. Rows without a token exist inside one fo
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,8 +154,7 @@ def plan_rows(cu_seqlens: Tensor, cut: RowCut) -> RowPlan:
     lengths = bounds.diff()
     padded = (lengths + cut.sequence_multiple - 1) // cut.sequence_multiple * cut.sequence_multiple
     rest = -int(padded.sum()) % cut.pack_multiple if len(lengths) else cut.pack_multiple
-    dealt = _dealt(lengths.tolist(), cut, int(padded.sum()) + rest)
-    if dealt is not None:
+    if dealt := _dealt(lengths, cut, int(padded.sum()) + rest):
         return _whole_rows(cu_seqlens, dealt, cut)
     if rest:
         lengths, padded = F.pad(lengths, (0, 1)), F.pad(padded, (0, 1), value=rest)
@@ -184,12 +184,13 @@ def plan_rows(cu_seqlens: Tensor, cut: RowCut) -> RowPlan:
     )
 
 
-def _dealt(lengths: Sequence[int], cut: RowCut, zigzag_rows: int) -> list[list[int]] | None:
+def _dealt(all_lengths: Tensor, cut: RowCut, zigzag_rows: int) -> list[list[int]] | None:
     """The sequences of each rank of the context axis, where they stay whole: the longest first, each to the rank with
     the fewest tokens so far. None: the zigzag.
     """
     if cut.context_size == 1 or cut.context_cut == ZIGZAG:
         return None
+    lengths = all_lengths.tolist()
     if cut.context_cut == AUTO and zigzag_rows <= (1 + FILLED) * sum(lengths):
         return None
     ranks: list[list[int]] = [[] for _ in range(cut.context_size)]
@@ -209,13 +210,13 @@ def _share(load: int, cut: RowCut) -> int:
 
 def _whole_rows(cu_seqlens: Tensor, dealt: Sequence[Sequence[int]], cut: RowCut) -> RowPlan:
     """The rows of a pack whose sequences lie whole on the ranks that `dealt` says."""
-    bounds = cu_seqlens.long()
-    device, lengths = bounds.device, bounds.diff().tolist()
+    device, bounds = cu_seqlens.device, cu_seqlens.tolist()
+    lengths = [last - first for first, last in itertools.pairwise(bounds)]
     share = _share(max(sum(lengths[i] for i in own) for own in dealt), cut)
     first, long, owners = [], [], []
     for rank, own in enumerate(dealt):
         rest = share - sum(lengths[i] for i in own)
-        first += [int(bounds[i]) for i in own] + [NONE] * (rest > 0)
+        first += [bounds[i] for i in own] + [NONE] * (rest > 0)
         long += [lengths[i] for i in own] + [rest] * (rest > 0)
         owners += [rank] * (len(own) + (rest > 0))
     sizes = torch.tensor(long, device=device)

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,15 @@ def samples(rng: np.random.Generator, case: dict[str, Any], *, constant: bool) -
 
 def algorithm(case: dict[str, Any]) -> Any:
     """The algorithm section of one case."""
+    return algorithm_of(json.dumps({key: case.get(key) for key in ("preset", "routing", "algorithm", "model")}))
+
+
+@cache
+def algorithm_of(told: str) -> Any:
+    """Of what a case says in JSON: many cases say the same, in every layout."""
+    case = json.loads(told)
     values = {**PRESETS[case["preset"]].values, "preset": case["preset"], "routing": case["routing"]}
-    values |= case.get("algorithm", {})
+    values |= case["algorithm"] or {}
     if values.get("level") == "seq_geo":  # the papers' bounds clip every sequence of so large an update
         values["trust"] = {"name": "clip", "lo": 0.1, "hi": 0.1}
     return config_from_dict(
