@@ -7,9 +7,12 @@ adding a file. In YAML a plugin node is `{name: cispo, ...}`; a plugin outside t
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import functools
 import importlib
+import json
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -113,7 +116,6 @@ def build_dataclass(config_class: type, arguments: Mapping[str, Any], *, where: 
     Raises:
         ConfigError: an unknown key (with the nearest name) or a value of the wrong type.
     """
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     known = [f.name for f in dataclasses.fields(config_class)]
@@ -124,7 +126,28 @@ def build_dataclass(config_class: type, arguments: Mapping[str, Any], *, where: 
             allowed = ", ".join(known) or "no arguments"
             raise ConfigError(f"{where}: unknown key {key!r}{hint} (allowed: {allowed})")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(config_class), dict(arguments))
-        return OmegaConf.to_object(merged)
+        told = _in_json(arguments)
+        return _typed(config_class, dict(arguments)) if told is None else copy.deepcopy(_remembered(config_class, told))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
+
+
+def _in_json(arguments: Mapping[str, Any]) -> str | None:
+    """None where JSON does not hold them as they are."""
+    try:
+        told = json.dumps(arguments)
+    except TypeError:
+        return None
+    return told if json.loads(told) == arguments else None
+
+
+def _typed(config_class: type, arguments: dict[str, Any]) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config_class), arguments))
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered(config_class: type, told: str) -> Any:
+    """Of arguments in JSON: omegaconf takes a millisecond, and rules are resolved for every minibatch."""
+    return _typed(config_class, json.loads(told))

@@ -6,6 +6,7 @@ cannot show (torchrun itself, how a launch ends with a dead rank) is seen by the
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
@@ -18,6 +19,8 @@ from pathlib import Path
 def main() -> int:
     """Exit status of the first process that ended with one other than 0; the others are ended then."""
     import imports_of_a_run  # noqa: F401
+
+    gc.freeze()  # what is imported never dies: ranks need not look through it again and again
 
     size, worker = int(sys.argv[1]), sys.argv[2]
     with socket.socket() as free:
